@@ -91,8 +91,7 @@ class DataSection(_Section):
     mixture: tuple[PositiveFloat, ...] = ()
     """a weight for each entry of data.path: its share of each epoch's rows; empty: every row once an epoch"""
     validation_path: tuple[str, ...] = ()
-    """validation text, in the forms of data.path; nothing of data.path is then held out. Of a stream: the first
-    train.eval_rows rows"""
+    """validation text, in the forms of data.path except stream:; nothing of data.path is then held out"""
     text_field: str = "text"
     """field of a JSON record (at most 64 MiB) or table row that holds the text"""
     format: Literal["auto", "text", "chat", "sharegpt", "alpaca", "pairs"] = "auto"

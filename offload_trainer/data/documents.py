@@ -226,22 +226,6 @@ def _too_long(where: str) -> UserError:
 
 def _table_rows(source: Path, *, wanted: Collection[str], strings: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow
-
-    open_given(source).close()  # refuse a pipe, on which pyarrow would block
-    batches = _table_batches(source, wanted, strings)
-    slices = (batch.slice(start, _ROWS) for batch in batches for start in range(0, batch.num_rows, _ROWS))
-    try:
-        for number, record in enumerate(chain.from_iterable(few.to_pylist() for few in slices), 1):
-            yield f"{printable(source)}, row {number}", {key: without_nulls(value) for key, value in record.items()}
-    except pyarrow.ArrowException as error:
-        kind = source.suffix.lower().removeprefix(".")
-        raise UserError(f"{printable(source)} cannot be read as {kind}: {str(error).splitlines()[0][:200]}") from error
-    except OSError as error:
-        raise UserError(f"{printable(source)} cannot be read: {error.strerror}") from error
-
-
-def _table_batches(source: Path, wanted: Collection[str], strings: bool) -> Iterator[Any]:
-    import pyarrow
     from pyarrow import ipc, parquet
     from pyarrow.types import is_large_string, is_string
 
@@ -249,17 +233,26 @@ def _table_batches(source: Path, wanted: Collection[str], strings: bool) -> Iter
         texts = [field.name for field in schema if strings and (is_string(field.type) or is_large_string(field.type))]
         return [name for name in schema.names if name in wanted or name in texts] or schema.names
 
-    if source.suffix.lower() == ".parquet":
-        with parquet.ParquetFile(source) as file:
-            yield from file.iter_batches(batch_size=_ROWS, columns=columns(file.schema_arrow))
-        return
-    with pyarrow.OSFile(str(source), "rb") as file:
-        is_file = file.read(6) == b"ARROW1"  # otherwise a stream
-        file.seek(0)
-        reader = ipc.open_file(file) if is_file else ipc.open_stream(file)
-        names = columns(reader.schema)
-        for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
-            yield batch.select(names)
+    open_given(source).close()  # refuse a pipe, on which pyarrow would block
+    kind = source.suffix.lower().removeprefix(".")
+    try:
+        with pyarrow.OSFile(str(source), "rb") as file:
+            if kind == "parquet":
+                table = parquet.ParquetFile(file)
+                batches = table.iter_batches(batch_size=_ROWS, columns=columns(table.schema_arrow))
+            else:
+                is_file = file.read(6) == b"ARROW1"  # otherwise a stream
+                file.seek(0)
+                reader = ipc.open_file(file) if is_file else ipc.open_stream(file)
+                every = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+                batches = (batch.select(columns(reader.schema)) for batch in every)
+            slices = (batch.slice(start, _ROWS) for batch in batches for start in range(0, batch.num_rows, _ROWS))
+            for number, record in enumerate(chain.from_iterable(few.to_pylist() for few in slices), 1):
+                yield f"{printable(source)}, row {number}", {key: without_nulls(value) for key, value in record.items()}
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{printable(source)} cannot be read as {kind}: {str(error).splitlines()[0][:200]}") from error
+    except OSError as error:
+        raise UserError(f"{printable(source)} cannot be read: {error.strerror}") from error
 
 
 def without_nulls(value: Any) -> Any:

@@ -70,9 +70,7 @@ def split_rows(token_count: int, *, seq_len: int, validation: float, name: str =
     """Divide the rows of a token file into training rows and, at the end, a share `validation` of held-out rows.
 
     There is at least one held-out row if `validation` is above 0. A row needs `seq_len` tokens and the one after, which
-    is the next row's first: there are (token_count - 1) // seq_len rows, and tokens after the last are not used. No
-    token is predicted in both: the last training row's last target is the first validation row's first input.
-
+    is the next row's first: there are (token_count - 1) // seq_len rows, and no token is predicted in both parts.
     Raises UserError, with `name`, if no row is left to train on.
     """
     rows = (token_count - 1) // seq_len

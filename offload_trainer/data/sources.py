@@ -44,11 +44,9 @@ def find_sources(
 ) -> list[Path]:
     """Return the files for `paths`: in the given order, a directory's files sorted by path.
 
-    ``builtin`` is the text that ships with the package. A directory stands for its files of text and tables, at any
-    depth; if it has the splits of a data set, for those of the train split, or with `validation` of the validation or
-    else the test split. ``hub:NAME`` stands for the files that are downloaded, and ``stream:NAME``, the only path, for
-    its files of records: for none if it is a data set of the hub. `say` is told of files that are left, and of numbered
-    ones that are missing. A file that is named itself may have any suffix except that of another format.
+    A directory stands for its files of text and tables, at any depth; if it has the splits of a data set, for those of
+    the train split, or with `validation` of the validation or else the test split. A stream of the hub has none. `say`
+    is told of files that are left, and of numbered ones that are missing.
 
     Raises UserError for paths that do not exist (naming all of them), a directory without text or without the split
     among its splits, .bin files mixed with text, and a file that is not text.
@@ -60,19 +58,16 @@ def find_sources(
     refuse_missing_files(paths)
     named: list[Path] = []
     for entry in paths:
+        path = Path(entry.removeprefix(STREAM)).expanduser()
         if entry.startswith("hub:"):
             named += hub_files(entry)
-        elif entry.startswith(STREAM):
-            name = entry.removeprefix(STREAM)
-            if Path(name).expanduser().exists():
-                named.append(Path(name).expanduser())
-            elif name.startswith(("/", ".", "~")) or name.count("/") > 2:
-                fix = "correct the path, or name stream:OWNER/NAME of the hub"
-                raise UserError(f"{entry}: no such file or directory; {fix}")
-            else:
-                hub_name(entry)
+        elif not entry.startswith(STREAM) or path.exists():
+            named.append(BUILTIN_CORPUS if entry == "builtin" else path)
+        elif re.match(f"{STREAM}[/.~]", entry) or entry.count("/") > 2:
+            fix = "correct the path, or name stream:OWNER/NAME of the hub"
+            raise UserError(f"{entry}: no such file or directory; {fix}")
         else:
-            named.append(BUILTIN_CORPUS if entry == "builtin" else Path(entry).expanduser())
+            hub_name(entry)
     sources: list[Path] = []
     splits = ("validation", "test") if validation else ("train",)
     for path in named:
@@ -81,9 +76,9 @@ def find_sources(
         else:
             _refuse_other(path)
             sources.append(path)
-    for source in sources:
-        if source.suffix.lower() in (*TABLES, ".zst") and not is_installed("pyarrow"):
-            raise UserError(lacks(str(source), "pyarrow"))
+    packed = [str(source) for source in sources if source.suffix.lower() in (*TABLES, ".zst")]
+    if packed and not is_installed("pyarrow"):
+        raise UserError(lacks(packed[0], "pyarrow"))
     other = [str(file) for file in sources if not holds_records(file)]
     if other and paths[0].startswith(STREAM):
         raise UserError(f"{paths[0]}: a stream is read from JSON, CSV or tables, and {other[0]} is none of them")

@@ -32,7 +32,6 @@ from offload_trainer.data.conversations import TEXT, Example, form_of_record
 from offload_trainer.data.documents import without_nulls
 from offload_trainer.data.packing import TokenSpec, records_in
 from offload_trainer.data.sources import find_sources, load_from_hub
-from offload_trainer.data.tokenfile import NOT_LEARNED
 from offload_trainer.errors import RERUN_HINT, TrainerError
 from offload_trainer.safe_files import Count, Crc32, Line, exact_record, file_bytes, one_line, parsed
 from offload_trainer.storage.atomic_io import open_to_append
@@ -61,14 +60,14 @@ class StreamedTokens:
     sums: tuple[Any, ...] = ()
     paths = ()
 
-    def __init__(self, spec: TokenSpec, *, validation: bool = False) -> None:
-        """Open the stream that `data.path` names. `validation`: read the split of a directory that is for validation.
+    def __init__(self, spec: TokenSpec) -> None:
+        """Open the stream that `data.path` names.
 
         Raises UserError if it is malformed, no such file exists, `datasets` is not installed, or the first record has a
         form that is not trained on. Raises TrainerError if it cannot be read.
         """
         section, self.name = spec.section, spec.section.path[0]
-        self._files = find_sources(section.path, say=spec.say, validation=validation)
+        self._files = find_sources(section.path, say=spec.say)
         self.tokenizer, self._seq_len, self._known = spec.fingerprint, spec.seq_len, spec.known
         self.block = section.shuffled_block  # rows
         self._begin, self._ids = 0, np.empty(0, dtype=np.uint32)  # ids of the block that was read last, and some behind
@@ -86,7 +85,6 @@ class StreamedTokens:
         self._key = hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
         self._points = [Point(self._key, 0, None, 0, 0)]  # Points are sorted by their position.
         self._file: Path | None = None  # New points are appended to this file.
-        self._kept: np.ndarray | None = None  # the only ids, after `first`
 
     @property
     def summary(self) -> str | None:
@@ -94,8 +92,8 @@ class StreamedTokens:
         return self._encoder.summary
 
     def __len__(self) -> int:
-        """Return the number of ids; the largest that Python can state for a data set that is repeated without end."""
-        return sys.maxsize if self._kept is None else len(self._kept)
+        """Return the largest number of ids that Python can state: the data set is repeated without end."""
+        return sys.maxsize
 
     def remember(self, points: Path, *, writes: bool) -> None:
         """Use the seek points in a file, and add new ones to it if `writes` is set.
@@ -125,12 +123,14 @@ class StreamedTokens:
 
         Raises TrainerError if the data set cannot be read, has no text, or is not the one that seek points describe.
         """
-        if self._kept is not None:
-            return self._kept[start : start + count]
         begin = start - start % (self.block * self._seq_len or 1)  # Later reads need the ids from here on.
         near = self._points[bisect_right(self._points, begin, key=_place) - 1]
         if begin < self._begin or near.tokens > self._end:
-            self._open(near)
+            self._begin = self._end = near.tokens
+            self._ids = self._ids[:0]
+            self._expected = near if near.count else None
+            self._encoder.open_rows = []
+            self._load(near.state)
         parts = [self._ids]
         while self._end < start + count:
             parts.append(self._next_ids())
@@ -139,30 +139,6 @@ class StreamedTokens:
         ids = np.concatenate(parts) if len(parts) > 1 else parts[0]  # A block is large, and most reads find it whole.
         self._ids, self._begin = ids[begin - self._begin :], begin
         return self._ids[start - begin :][:count]
-
-    def first(self, rows: int) -> StreamedTokens:
-        """Keep the first `rows` rows in memory as the only ones, or all of the data set if it has fewer; return itself.
-
-        `sums` is then the identity and the first row's checksum, the same for any number of rows. Raises as `read`.
-        """
-        self._open(self._points[0])
-        count = rows * self._seq_len + 1
-        parts = [self._next_ids()]
-        while self._end < count and self._state is not None:  # None: the end of the data set
-            parts.append(self._next_ids())
-        ids = np.concatenate(parts)[:count]
-        if self.row_length:  # The last row needs one id after it as its last target.
-            ids = np.append(ids[: rows * self._seq_len], np.uint32(NOT_LEARNED))
-        self.sums = self.identity, zlib.crc32(ids[: self._seq_len].tobytes())
-        self._kept, self._records = ids, iter(())
-        return self
-
-    def _open(self, point: Point) -> None:
-        self._begin = self._end = point.tokens
-        self._ids = self._ids[:0]
-        self._expected = point if point.count else None
-        self._encoder.open_rows = []
-        self._load(point.state)
 
     def _form(self, spec: TokenSpec) -> str:
         """Return `data.format`, or if it is "auto" that of the hub's first record, which is read again afterwards."""

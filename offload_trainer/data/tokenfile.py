@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,7 +37,7 @@ BEGINS = 1 << 30  # a conversation or the padding begins here
 IDS = BEGINS - 1
 
 _SCAN_TOKENS = 1 << 24
-_SCRATCH, _WHAT = "offload-trainer-tokens-", "unfinished tokens"
+_SCRATCH = "offload-trainer-tokens-"
 _AGAIN = "delete the file and its sidecar, and the same command creates them again"
 _ELSEWHERE = "Delete both it and its sidecar, or use another cache with data.cache=DIR"
 _RESTORE = f"it has changed since the run opened it. Restore it, and {RERUN_HINT}"
@@ -57,20 +56,8 @@ def sidecar_path(path: Path) -> Path:
 
 
 def cached(path: Path) -> TokenFile | None:
-    """Open a token file of the cache, if its writer has finished it: the sidecar is written last.
-
-    Raises UserError if another user may have written it or its sidecar, and for the errors of `TokenFile.open`.
-    """
-    there = [one for one in (path, sidecar_path(path)) if is_there(one)]
-    for one in there:
-        _opened(one, owned=True).close()
-    return TokenFile.open(path, owned=True) if len(there) == 2 else None
-
-
-def stated_tokenizer(path: Path) -> str | None:
-    """Return the fingerprint of the tokenizer that a token file states it was made with, or None."""
-    sidecar = sidecar_path(path)
-    return _read_sidecar(sidecar).get("tokenizer") if is_there(sidecar) else None
+    """Open a token file of the cache, if its writer has finished it: the sidecar is written last."""
+    return TokenFile.open(path, owned=True) if is_there(path) and is_there(sidecar_path(path)) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,14 +94,13 @@ class TokenFile:
     def open(cls, path: Path, *, owned: bool = False) -> TokenFile:
         """Open a token file. If no sidecar has its checksums, all of it is read once.
 
-        Without a sidecar, the values show whether the ids are uint16 or uint32. `owned` is for a file of the cache,
-        where others may write too: it is refused unless it is this user's (storage/owned_dirs.py).
+        An `owned` file, one of the cache, is refused unless it is this user's (storage/owned_dirs.py).
 
         Raises UserError for an unreadable sidecar, an empty file, and a size that differs from the sidecar or is not a
-        whole number of ids. Without a sidecar, also for ids whose dtype cannot be determined.
+        whole number of ids. Without a sidecar, also for ids whose values do not show whether they are uint16 or uint32.
         """
         sidecar = sidecar_path(path)
-        stated = _read_sidecar(sidecar, owned=owned) if is_there(sidecar) else {}
+        stated = stated_facts(path, owned=owned)
         dtype_name, count, sums = stated.pop("dtype", None), stated.pop("tokens", None), tuple(stated.pop("crc32", ()))
         file = _opened(path, owned=owned)
         size = os.fstat(file.fileno()).st_size
@@ -208,12 +194,16 @@ class _Sidecar:
     crc32: Crc32s = field(default_factory=list)
 
 
-def _read_sidecar(path: Path, *, owned: bool = False) -> dict[str, Any]:
-    fix = _ELSEWHERE if owned else "Correct it, or delete it and its .bin and make them again"
+def stated_facts(path: Path, *, owned: bool = False) -> dict[str, Any]:
+    """Return what the sidecar of a token file says; {} without one. Raises UserError if it cannot be read."""
+    sidecar = sidecar_path(path)
+    if not is_there(sidecar):
+        return {}
     try:
-        return asdict(parsed(file_bytes(path, links=True, opener=open_owned if owned else None), _Sidecar))
+        return asdict(parsed(file_bytes(sidecar, links=True, opener=open_owned if owned else None), _Sidecar))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {reason(error)}. {fix}") from error
+        fix = _ELSEWHERE if owned else "Correct it, or delete it and its .bin and make them again"
+        raise UserError(f"{sidecar} cannot be read: {reason(error)}. {fix}") from error
 
 
 def _opened(path: Path, *, owned: bool) -> BinaryIO:
@@ -234,12 +224,11 @@ def _scan(path: Path, file: BinaryIO, *, size: int) -> tuple[tuple[int, ...], tu
     """
     sums: list[int] = []
     lanes: tuple[int, ...] = (0, 0, 0, 0)
-    largest = done = 0
-    file.seek(0)
-    while done < size:
-        data = file.read(min(_CHUNK, size - done))
-        done += len(data)
-        if not data or (len(data) % BLOCK and done != size):
+    largest = 0
+    for start in range(0, size, _CHUNK):
+        data = os.pread(file.fileno(), min(_CHUNK, size - start), start)
+        if len(data) != min(_CHUNK, size - start):
+            done = start + len(data)
             raise TrainerError(f"{path}: {size} bytes were expected, but only {done} can be read; start again")
         sums += (zlib.crc32(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK))
         halves = np.frombuffer(data, dtype="<u2")
@@ -283,14 +272,10 @@ def write_tokens(
     summary: Callable[[], str | None] = lambda: None,
     **stated: Any,
 ) -> None:
-    """Write a token file and its sidecar. If `arrays` raises, no file is left.
+    """Write a token file and its sidecar with the `stated` facts. If `arrays` raises, no file is left.
 
-    Args:
-        path: the file; its directory is created if needed.
-        arrays: ids, each below `vocabulary` except for the marks in its upper bits.
-        row_length: if set, the ids are marked and in rows of that length.
-        summary: called at the end for the statistics in the sidecar.
-        stated: other facts for the sidecar.
+    Ids are below `vocabulary`; with `row_length` they are in rows of that length, and marked in their upper bits.
+    `summary` is called at the end for the sidecar's statistics.
 
     Raises UserError if nothing can be written there, and TrainerError, with the free space, if the drive refuses.
     """
@@ -303,11 +288,10 @@ def write_tokens(
         try:
             yield
         except OSError as error:
-            file.close()
-            scratch.close()  # remove the file first, so that the free space includes it
-            made, free = format_bytes(tokens * dtype.itemsize), format_bytes(shutil.disk_usage(folder).free)
+            stack.close()  # remove the file first, so that the free space includes it
+            size, free = format_bytes(tokens * dtype.itemsize), format_bytes(shutil.disk_usage(folder).free)
             raise TrainerError(
-                f"{folder}: tokens could not be written: {reason(error)}. They had {made}, at "
+                f"{folder}: tokens could not be written: {reason(error)}. They had {size}, at "
                 f"{dtype.itemsize} bytes a token, and there are {free} free now. Free more, or choose another "
                 "directory with data.cache=DIR"
             ) from error
@@ -317,11 +301,9 @@ def write_tokens(
             folder.mkdir(parents=True, exist_ok=True)
             for left in folder.glob(f".{_SCRATCH}*"):
                 with contextlib.suppress(OSError, TrainerError):  # it is gone, its writer lives, or another user's
-                    owned_dirs.remove_dead(left, what=_WHAT)
-            name = folder / f".{_SCRATCH}{secrets.token_hex(4)}"
-            scratch = stack.enter_context(owned_dirs.ScratchDirectory(name, what=_WHAT))
-            opener = partial(os.open, mode=MODE)
-            file = stack.enter_context(open(scratch.path / "ids", "xb", buffering=0, opener=opener))
+                    owned_dirs.remove_dead(left, what=owned_dirs.SCRATCH)
+            made = stack.enter_context(owned_dirs.scratch(f".{_SCRATCH}", directory=folder)) / "ids"
+            file = stack.enter_context(open(made, "xb", buffering=0, opener=partial(os.open, mode=MODE)))
         except OSError as error:
             raise UserError(
                 f"cannot write in {folder}: {error.strerror}; choose another directory with data.cache=DIR"
@@ -343,7 +325,7 @@ def write_tokens(
         fields = {name: value for name, value in asdict(facts).items() if value is not None and value is not False}
         with told():
             os.fsync(file.fileno())
-            _commit(path, scratch.path / "ids", (json.dumps(fields) + "\n").encode())
+            _commit(path, made, (json.dumps(fields) + "\n").encode())
 
 
 def _commit(path: Path, ids: Path, content: bytes) -> None:
@@ -351,13 +333,12 @@ def _commit(path: Path, ids: Path, content: bytes) -> None:
     sidecar = sidecar_path(path)
     # A sidecar with other content must never exist next to the new ids, even for a moment. An equal one may:
     # another process is preparing the same text, and its finished pair must not be lost.
-    if is_there(sidecar):
-        try:
-            equal = file_bytes(sidecar) == content
-        except (OSError, ValueError):
-            equal = False
-        if not equal:
-            sidecar.unlink()
+    try:
+        is_stale = file_bytes(sidecar) != content
+    except (OSError, ValueError):
+        is_stale = is_there(sidecar)
+    if is_stale:
+        sidecar.unlink()
     os.replace(ids, path)
     write_bytes(ids.with_name("sidecar"), content, mode=MODE)
     os.replace(ids.with_name("sidecar"), sidecar)

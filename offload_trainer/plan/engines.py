@@ -47,12 +47,13 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
     }
     found |= dict.fromkeys(mistakes_of_length(optim, steps=train.steps) if train.epochs == "auto" else [], True)
     stream = next((path for path in data.path if path.startswith(STREAM)), "")
-    for flag, paths in (("--data", data.path), ("--validation-data", data.validation_path)):
-        named, more = [path for path in paths if path.startswith(STREAM)], len(data.mixture) * (flag == "--data")
-        told = f"a stream is neither mixed nor joined with other text: let it be the only {flag}"
-        found |= {f"{path}: {told}": len(paths) + more > 1 for path in named[:1]}
     weights, texts = len(data.mixture), len(data.path)
+    validation = next((path for path in data.validation_path if path.startswith(STREAM)), "")
     found |= {
+        f"{stream}: a stream is neither mixed nor joined with other text: let it be the only --data": (
+            stream and texts + weights > 1
+        ),
+        f"{validation}: validation text is not streamed: name hub:OWNER/NAME:SPLIT or a path": validation,
         f"data.mixture has {weights} weights, and data.path {texts} texts: give one for each": (
             weights not in (0, texts)
         ),

@@ -193,7 +193,7 @@ def _hint(word: str, text: str | None, *, as_flag: bool) -> str:
         if same := [key for key in all_keys() if key.rpartition(".")[2] == end]:
             if as_flag and len(same) == 1:
                 return f"; use {_written(same[0], text, as_flag=True)}"
-            closest = sorted(same, key=lambda key: -_ratio(key, word))[: None if len(parts) == 1 else 1]
+            closest = difflib.get_close_matches(word, same, n=len(same) if len(parts) == 1 else 1, cutoff=0)
             return f"; did you mean {' or '.join(_written(key, None, as_flag=as_flag, bare=True) for key in closest)}?"
     for part in reversed(parts[:-1]):
         if part not in TrainConfig.model_fields and (equivalent := _other_name(part, None, as_flag=as_flag)):
@@ -209,7 +209,8 @@ def _misspelt(word: str, text: str | None, *, as_flag: bool) -> str:
     if near is None:
         return ""
     if near in leaves:
-        key = max((key for key in all_keys() if key.endswith(f".{near}")), key=lambda key: _ratio(key, word))
+        same = [key for key in all_keys() if key.endswith(f".{near}")]
+        (key,) = difflib.get_close_matches(word, same, n=1, cutoff=0)
         near = _written(key, None, as_flag=as_flag, bare=True)
     equivalent = _other_name(near, text, as_flag=as_flag) if term_of(near) else ""
     return f"; did you mean {near}?" + (f" {equivalent[0].upper()}{equivalent[1:]}" if equivalent else "")
@@ -274,10 +275,6 @@ def _is_allowed(key: str, text: str) -> bool:
         TrainConfig.model_validate_json(json.dumps(draft.values, default=str))
         return not draft.mistakes
     return False
-
-
-def _ratio(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 _TEXT = (".txt", ".md", ".jsonl", ".parquet", ".arrow", ".csv", ".tsv", ".bin", ".gz", ".bz2", ".xz", ".zst")

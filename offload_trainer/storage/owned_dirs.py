@@ -29,6 +29,7 @@ MODE = 0o644  # of files in the cache: a umask of 002 would let the group change
 _UNNAMED = re.compile(r"~[0-9a-f]{8}$")  # behind the name of a directory that is being made
 MARK = ".lock"  # the mark, locked as long as its process lives
 _REPLACED = "replaced"  # name in a scratch directory for the replaced directory
+SCRATCH = "files of"  # the mark of what `scratch` yields
 
 Say = Callable[[str], None]
 
@@ -109,7 +110,7 @@ class ScratchDirectory:
 def scratch(prefix: str, *, directory: Path | None = None) -> Iterator[Path]:
     """Yield a scratch directory that only this user can access, in `directory` or the default temporary directory."""
     place = Path(directory or tempfile.gettempdir()) / f"{prefix}{secrets.token_hex(8)}"
-    with ScratchDirectory(place, what="files of", mode=0o700):
+    with ScratchDirectory(place, what=SCRATCH, mode=0o700):
         yield place
 
 

@@ -104,6 +104,7 @@ def _both(call: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 _PARAMETERS = {"type": "object", "properties": {"room": {"type": "string"}}, "required": ["room"]}
 _FUNCTION = {"name": "room_temperature", "description": "Reads a thermometer", "parameters": _PARAMETERS}
+_TOOL = {"type": "function", "function": _FUNCTION}
 _SYSTEM, _READ = message("system", "Be brief."), _result("19")
 _ASKED, _TOLD = turns("How warm is room 7?", "Nineteen degrees.")
 _TWO_ROOMS, _BOTH_TOLD = turns("Rooms 7 and 8?", "19 and 21.")
@@ -149,13 +150,8 @@ _WITH_TOOLS = {
         *(_ASKED, _call(reasoning_content="I must look."), _READ, _TOLD | {"reasoning_content": "It says 19."}),
     ],
 }
-CONVERSATIONS: dict[str, dict[str, Any]] = {
-    **{name: {"messages": messages} for name, messages in _WITHOUT_TOOLS.items()},
-    **{
-        name: {"messages": messages, "tools": [{"type": "function", "function": _FUNCTION}]}
-        for name, messages in _WITH_TOOLS.items()
-    },
-}
+CONVERSATIONS: dict[str, dict[str, Any]] = {name: {"messages": messages} for name, messages in _WITHOUT_TOOLS.items()}
+CONVERSATIONS |= {name: {"messages": messages, "tools": [_TOOL]} for name, messages in _WITH_TOOLS.items()}
 
 
 def encoded(
@@ -192,18 +188,13 @@ def test_answers_are_those_that_transformers_counts(messages: list[dict[str, Any
     assert encoded({"messages": messages}, form="chat", template=template) == expected
 
 
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        (TWICE, "does not show where it begins and ends"),
-        (LINES_ALONE, "ends it with no token at which generation stops"),
-        (TEMPLATE.replace("<end>", ""), "ends it with no token at which generation stops"),
-    ],
-)
-def test_answers_that_cannot_be_proven_are_refused(template: str, reason: str) -> None:
-    with pytest.raises(UserError, match=f"here, line 1: .* {reason}.*give data.chat_template=FILE"):
-        encoded({"messages": TALK}, template=template)
-    assert all(encoded({"messages": TALK}, template=template, everything=True).counted)
+def test_answers_that_cannot_be_proven_are_refused() -> None:
+    no_end = "ends it with no token at which generation stops"
+    unclear = "does not show where it begins and ends"
+    for template, reason in ((TWICE, unclear), (LINES_ALONE, no_end), (TEMPLATE.replace("<end>", ""), no_end)):
+        with pytest.raises(UserError, match=f"here, line 1: .* {reason}.*give data.chat_template=FILE"):
+            encoded({"messages": TALK}, template=template)
+        assert all(encoded({"messages": TALK}, template=template, everything=True).counted)
 
 
 # Each template without generation marks: what is learned of `TALK`.
@@ -246,17 +237,13 @@ def test_answers_without_marks(name: str) -> None:
     assert found.ids == whole.ids
 
 
-def test_an_answer_that_contains_the_end_of_a_turn() -> None:
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED])
+def test_answers_with_the_end_of_a_turn_in_them_and_those_that_are_not_to_be_learned(template: str) -> None:
     talk = [message("user", "a<end>"), message("assistant", "b<end>"), message("assistant", "<end>c")]
-    assert learned(encoded({"messages": talk})) == ["b<end><end>", "<end>c<end>"]
-    assert learned(encoded({"messages": talk}, template=MARKED)) == ["b<end><end>", "<end>c<end>"]
-
-
-def test_answers_that_are_not_to_be_learned() -> None:
+    assert learned(encoded({"messages": talk}, template=template)) == ["b<end><end>", "<end>c<end>"]
     first = [message("assistant", "no", weight=0) if n == 2 else one for n, one in enumerate(TALK)]
-    assert learned(encoded({"messages": first}, form="chat")) == [" due <end>"]
-    assert learned(encoded({"messages": first}, form="chat", template=MARKED)) == [" due <end>"]
-    assert learned(encoded({"prompt": TALK[:4], "completion": TALK[4:]}, form="pairs")) == [" due <end>"]
+    for form, record in (("chat", {"messages": first}), ("pairs", {"prompt": TALK[:4], "completion": TALK[4:]})):
+        assert learned(encoded(record, form=form, template=template)) == [" due <end>"]
 
 
 def test_a_tokenizer_without_a_template_gets_a_plain_one(tmp_path: Path) -> None:
@@ -448,14 +435,8 @@ def test_without_trl_the_answers_are_searched(monkeypatch: pytest.MonkeyPatch) -
         encoded(single, tokenizer=tokenizer_of("glm4moe"))
     with pytest.raises(UserError, match=r"message 2 .* at which generation stops: pip install 'trl"):
         encoded(multi, tokenizer=tokenizer_of("gptoss"))
-    ends = {
-        "qwen3_5_think": "<|im_end|>",
-        "nemotron_3_nano": "<|im_end|>",
-        "llama3_2": "<|eot_id|>",
-        "qwen3": "<|im_end|>",
-    }
-    for name, end in ends.items():
-        tokenizer = tokenizer_of(name)
+    for name in ("qwen3_5_think", "nemotron_3_nano", "llama3_2", "qwen3"):
+        tokenizer, end = tokenizer_of(name), "<|eot_id|>" if name == "llama3_2" else "<|im_end|>"
         texts = learned(encoded(multi, tokenizer=tokenizer), tokenizer=tokenizer)
         expected = [f"Nineteen degrees.{end}", f"Four degrees.{end}"]
         assert [text.rpartition("</think>")[2].strip() for text in texts] == expected
@@ -486,16 +467,15 @@ def test_calls_of_tools_without_marks(name: str, case: str) -> None:
     tokenizer = chat_tokenizer(ALTERNATING) if name == "alternating" else tokenizer_of(name)
     encoder = AnswerEncoder(tokenizer, everything=False)
     (found,) = encoder.encode([example_of(CONVERSATIONS[case], form="chat", where="here, line 1")])
-    arguments, call, stop, end = (
-        *('{{"name": "room_temperature", "arguments": {{"room": "{}"}}}}', "(calls){}<end>", "<end>", "<end>"),
-    )
-    if name != "alternating":
-        arguments = '<|tool_call>call:room_temperature{{room:<|"|>{}<|"|>}}<tool_call|>'
-        call, stop, end = "{}<|tool_response>", "<|tool_response>", "<turn|>"
+    arguments, before = '<|tool_call>call:room_temperature{{room:<|"|>{}<|"|>}}<tool_call|>', ""
+    stop, end = "<|tool_response>", "<turn|>"
+    if name == "alternating":
+        arguments, before = '{{"name": "room_temperature", "arguments": {{"room": "{}"}}}}', "(calls)"
+        stop = end = "<end>"
     expected = []
     for answer in (one for one in CONVERSATIONS[case]["messages"] if one["role"] == "assistant"):
         calls = [arguments.format(one["function"]["arguments"]["room"]) for one in answer.get("tool_calls", ())]
-        expected.append(call.format("".join(calls)) if calls else answer["content"] + end)
+        expected.append(before + "".join(calls) + stop if calls else answer["content"] + end)
     assert learned(found, tokenizer=tokenizer) == expected
     assert {stop, end} <= set(tokenizer.convert_ids_to_tokens(encoder.end_ids))
 
@@ -551,20 +531,16 @@ def rows_of(encoder: RowEncoder, given: list[Encoded]) -> list[list[int]]:
     return [row.tolist() for one in given if (row := encoder.add(one)) is not None]
 
 
-def test_each_conversation_has_its_row() -> None:
+def test_each_conversation_has_its_row_and_padding_is_told_from_pad_tokens() -> None:
+    """A conversation may end with the pad token, trained on or not; a full row has no padding."""
     encoder = token_spec(seq_len=6).encoder("chat")
     rows = rows_of(encoder, [conversation(4, first=20, answer=2), conversation(8, first=30, answer=4)])
     assert [[id_ & IDS for id_ in row] for row in rows] == [[20, 21, 22, 23, PAD, PAD], [30, 31, 32, 33, 34, 35]]
     learned = [[not id_ & NOT_LEARNED for id_ in row] for row in rows]
     assert learned == [[False, False, True, True, False, False], [False, False, False, False, True, True]]
     assert encoder.counts == Counter(conversations=2, tokens=12, longest=8, learned=4, cut=1, cut_off=2)
-
-
-def test_padding_is_known_from_the_pad_tokens_of_a_conversation() -> None:
-    """A conversation may end with the pad token, trained on or not; a full row has no padding."""
     ends = Encoded([20, 21, PAD], [False, True, False])
     given = [ends, conversation(6, first=30, answer=2), Encoded([20, PAD], [False, True])]
-    encoder = token_spec(seq_len=6).encoder("chat")
     assert padding_of(np.array(rows_of(encoder, given), dtype=np.uint32)).tolist() == [3, 0, 4]
     encoder = token_spec(seq_len=6, packing="on").encoder("chat")
     packed = [
@@ -591,15 +567,13 @@ def test_packed_rows_hold_each_conversation_whole() -> None:
         assert len(row) == 32
         begins = [n for n in range(32) if row[n] & BEGINS]
         assert begins[0] == 0
-        for start, end in zip(begins, [*begins[1:], 32], strict=True):
-            part = row[start:end].tolist()
+        for part in np.split(row, begins[1:]):
             if part[-1] & IDS == PAD:
-                assert part == [PAD | NOT_LEARNED | BEGINS, *[PAD | NOT_LEARNED] * (len(part) - 1)]
+                assert part.tolist() == [PAD | NOT_LEARNED | BEGINS, *[PAD | NOT_LEARNED] * (len(part) - 1)]
                 padded += len(part)
             else:
-                found.append(([id_ & IDS for id_ in part], [not id_ & NOT_LEARNED for id_ in part]))
+                found.append(((part & IDS).tolist(), (part & NOT_LEARNED == 0).tolist()))
     assert sorted(found) == sorted((list(one.ids), list(one.counted)) for one in given)
-    assert sum(len(one.ids) for one in given) + padded == 32 * len(rows)
     assert padded / (32 * len(rows)) < 0.1
 
 

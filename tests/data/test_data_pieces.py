@@ -27,6 +27,9 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_WORDS = pre_tokenizers.Split(Regex(_LLAMA3), "isolated")
+_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+_MARKED_SPACES = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
 
 
 def trained(pre_tokenizer: Any, normalizer: Any = None, *, model: str = "bpe") -> PreTrainedTokenizerFast:
@@ -36,18 +39,11 @@ def trained(pre_tokenizer: Any, normalizer: Any = None, *, model: str = "bpe") -
         backend.pre_tokenizer = pre_tokenizer
     if normalizer is not None:
         backend.normalizer = normalizer
-    special = ["<unk>", "</s>"]
+    words: dict[str, Any] = {"vocab_size": 600, "special_tokens": ["<unk>", "</s>"], "show_progress": False}
     if model == "bpe":
-        trainer: Any = trainers.BpeTrainer(
-            vocab_size=600,
-            special_tokens=special,
-            show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        )
+        trainer: Any = trainers.BpeTrainer(**words, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     else:
-        trainer = trainers.UnigramTrainer(
-            vocab_size=600, special_tokens=special, show_progress=False, unk_token="<unk>"
-        )
+        trainer = trainers.UnigramTrainer(**words, unk_token="<unk>")
     # Without a pre-tokenizer, BPE would learn merges across words; sentencepiece learns from words.
     backend.train_from_iterator(CORPUS[:20_000].splitlines(keepends=True) if pre_tokenizer else CORPUS.split(), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
@@ -56,19 +52,10 @@ def trained(pre_tokenizer: Any, normalizer: Any = None, *, model: str = "bpe") -
 KINDS = {
     "byte level": lambda: load_tokenizer("builtin"),
     "byte level, a space before the first word": lambda: trained(pre_tokenizers.ByteLevel(add_prefix_space=True)),
-    "words as in Llama 3": lambda: trained(
-        pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(_LLAMA3), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-    ),
+    "words as in Llama 3": lambda: trained(pre_tokenizers.Sequence([_WORDS, _BYTES])),
     "Metaspace": lambda: trained(pre_tokenizers.Metaspace(prepend_scheme="always")),
     "Metaspace before the first word": lambda: trained(pre_tokenizers.Metaspace(prepend_scheme="first")),
-    "as in Llama 2": lambda: trained(
-        None, normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    ),
+    "as in Llama 2": lambda: trained(None, _MARKED_SPACES),
     "Unigram": lambda: trained(pre_tokenizers.Metaspace(prepend_scheme="always"), model="unigram"),
 }
 
@@ -115,15 +102,14 @@ def test_pieces_are_bounded_and_join_to_the_text(text: str, monkeypatch: pytest.
     assert list(cutter.pieces([])) == list(cutter.pieces(["", ""])) == []
 
 
-def test_pieces_are_cut_between_lines_that_are_not_blank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_cut_between_lines_that_are_not_blank_and_other_cuts_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(packing, "PIECE", 12)
     cutter = DocumentEncoder(ByT5Tokenizer(), text_field="text")  # its tokens are bytes
     found = [piece.text for piece in cutter.pieces(["aaa\nbbb\n\n\n", "\n\nccc\nddd"])]
     assert found == ["aaa\n", "bbb\n\n\n\n\nccc\n", "ddd"]
     assert cutter.note == ""
-
-
-def test_cuts_that_may_change_ids_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "PIECE", 50)
     (tmp_path / "a.txt").write_text("x" * 500)
     messages: list[str] = []
@@ -179,13 +165,12 @@ class Marked(NamedTuple):
 
     def expected(self, text: str) -> list[int]:
         """Return transformers' ids and EOS, each mark once."""
-        inner = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        begun = bool(self.before) and inner[: len(self.before)] == self.before
-        end = self.behind or self.eos
-        ended = bool(end) and inner[-len(end) :] == end
-        if not begun and not ended:
-            assert self.tokenizer(text)["input_ids"] == self.before + inner + self.behind
-        return ([] if begun else self.before) + inner + ([] if ended else end)
+        inner, end = self.tokenizer(text, add_special_tokens=False)["input_ids"], self.behind or self.eos
+        begin = [] if inner[: len(self.before)] == self.before else self.before
+        end = [] if inner[len(inner) - len(end) :] == end else end
+        if begin == self.before and end:
+            assert self.tokenizer(text)["input_ids"] == begin + inner + self.behind
+        return begin + inner + end
 
 
 @pytest.mark.parametrize("name", [*CONVENTIONS, "ByT5"])

@@ -21,11 +21,15 @@ SEQ_LEN = 5
 ROWS = 13  # none of the micro-batch sizes below divides it
 
 
+def written(path: Path, *ids: Any, vocabulary: int = 1000, **about: Any) -> TokenFile:
+    write_tokens(path, ids, vocabulary=vocabulary, **about)
+    return TokenFile.open(path)
+
+
 @pytest.fixture
 def tokens(tmp_path: Path) -> TokenFile:
     """Return a file whose token i is i + 7, so that each token identifies its position."""
-    write_tokens(tmp_path / "t.bin", [np.arange(ROWS * SEQ_LEN + 1 + 3) + 7], vocabulary=1000)
-    return TokenFile.open(tmp_path / "t.bin")
+    return written(tmp_path / "t.bin", np.arange(ROWS * SEQ_LEN + 1 + 3) + 7)
 
 
 def reader(tokens: TokenFile, rows: range = range(ROWS), *, seed: int = 1, shuffle: bool = True) -> RowReader:
@@ -96,33 +100,22 @@ def test_resuming_anywhere_gives_what_would_have_followed(tokens: TokenFile, shu
 def test_ranks_divide_the_rows_and_steps_do_not_depend_on_them(tokens: TokenFile) -> None:
     def steps(count: int, *, world: int, accumulate: int) -> list[list[tuple[list[int], int]]]:
         """Return the rows and the seed of each micro-batch of each step."""
-        ranks = [
-            take(
-                reader(tokens).train_batches(0, micro_batch=2, rank=rank, world=world),
-                accumulate * count,
-            )
-            for rank in range(world)
-        ]
-        assert len({tuple(batch.data_position for batch in rank) for rank in ranks}) == 1
-        return [
-            [
-                (row_numbers(rank[micro]), rank[micro].seed)
-                for micro in range(step * accumulate, (step + 1) * accumulate)
-                for rank in ranks
-            ]
-            for step in range(count)
-        ]
+        ranks = [reader(tokens).train_batches(0, micro_batch=2, rank=rank, world=world) for rank in range(world)]
+        given = list(islice(zip(*ranks, strict=True), accumulate * count))
+        assert all(len({batch.data_position for batch in batches}) == 1 for batches in given)
+        every = [(row_numbers(batch), batch.seed) for batches in given for batch in batches]
+        return [every[start : start + accumulate * world] for start in range(0, len(every), accumulate * world)]
 
-    expected = [order(i % ROWS, ROWS, seed=1, epoch=i // ROWS) for i in range(40)]
     two_ranks = steps(10, world=2, accumulate=1)
-    assert [[row for rows, _ in step for row in rows] for step in two_ranks] == [
-        expected[i : i + 4] for i in range(0, 40, 4)
+    assert {len(step) for step in two_ranks} == {2}
+    assert [row for step in two_ranks for rows, _ in step for row in rows] == [
+        order(i % ROWS, ROWS, seed=1, epoch=i // ROWS) for i in range(40)
     ]
     assert two_ranks == steps(10, world=1, accumulate=2)
     assert steps(5, world=4, accumulate=1) == steps(5, world=2, accumulate=2)
 
 
-def test_split_has_no_overlap_and_leaves_no_row_out() -> None:
+def test_split_has_no_overlap_leaves_no_row_out_and_refuses_a_short_text() -> None:
     for token_count in (SEQ_LEN * 2 + 1, 64, 101, 1000):
         for validation in (0.0, 0.01, 0.3, 0.5):
             split = split_rows(token_count, seq_len=SEQ_LEN, validation=validation)
@@ -130,9 +123,6 @@ def test_split_has_no_overlap_and_leaves_no_row_out() -> None:
             assert rows == list(range(len(rows)))
             assert rows[-1] * SEQ_LEN + SEQ_LEN + 1 <= token_count < (rows[-1] + 1) * SEQ_LEN + SEQ_LEN + 1
             assert len(split.validation) == (max(1, int(len(rows) * validation)) if validation else 0)
-
-
-def test_split_refuses_a_text_that_is_too_short() -> None:
     assert split_rows(6, seq_len=5, validation=0.0).train == range(1)
     with pytest.raises(UserError, match=r"5 tokens.*row of 5 needs 6"):
         split_rows(5, seq_len=5, validation=0.0)
@@ -153,17 +143,11 @@ def test_validation_is_in_file_order_and_keeps_the_rest(tokens: TokenFile) -> No
 # -- files that change under a run -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def long(tmp_path: Path) -> TokenFile:
-    """Return a token file with three checksum blocks: 2.5 MiB of uint16."""
-    parts = (np.arange(part, part + (1 << 18)) % 1000 for part in range(5))
-    write_tokens(tmp_path / "long.bin", parts, vocabulary=1000)
-    return TokenFile.open(tmp_path / "long.bin")
-
-
 @pytest.mark.parametrize("place", [0, (1 << 20) + 17, (5 << 19) - 1])
-def test_a_changed_byte_is_found_when_its_block_is_read(long: TokenFile, place: int) -> None:
-    whole = np.concatenate([np.arange(part, part + (1 << 18)) % 1000 for part in range(5)])
+def test_a_changed_byte_is_found_when_its_block_is_read_and_so_is_the_end(place: int, tmp_path: Path) -> None:
+    """A file of 2.5 MiB of uint16 has three blocks."""
+    parts = [np.arange(part, part + (1 << 18)) % 1000 for part in range(5)]
+    whole, long = np.concatenate(parts), written(tmp_path / "long.bin", *parts)
     assert len(long.sums) == 3
     for first, count in ((0, 7), ((1 << 19) - 3, 6), (len(long) - 1, 1), (5, len(long) - 5)):
         assert (long.read(first, count) == whole[first : first + count]).all()
@@ -177,21 +161,15 @@ def test_a_changed_byte_is_found_when_its_block_is_read(long: TokenFile, place: 
     told = f"the block at byte {start} differs from what was written .* delete the file and its sidecar"
     with pytest.raises(TrainerError, match=told):
         again.read(start // 2, 4)  # another position in the damaged block
-
-
-def test_a_file_that_is_cut_short_while_it_is_open(long: TokenFile) -> None:
-    long.read(0, 10)
     os.truncate(long.path, 1 << 20)
     with pytest.raises(TrainerError, match="cut short"):
         long.read(1 << 20, 10)
 
 
 def test_an_id_beyond_the_vocabulary_is_reported_with_its_row(tmp_path: Path) -> None:
-    path = tmp_path / "bare.bin"
-    ids = np.arange(100, dtype="<u2") % 50
+    ids = np.arange(100) % 50
     ids[33] = 60
-    path.write_bytes(ids.tobytes())
-    tokens = TokenFile.open(path)
+    tokens = written(tmp_path / "t.bin", ids)
     assert RowReader(tokens, seq_len=10, rows=range(9), vocabulary=61).rows_at([2, 3]).inputs.shape == (2, 10)
     reader = RowReader(tokens, seq_len=10, rows=range(9), vocabulary=60)
     reader.rows_at([2])
@@ -224,14 +202,10 @@ def test_each_epoch_has_the_shares_to_the_row() -> None:
     assert [shares.row(place, seed=4) for place in range(37)] != seen[0]
 
 
-def written(folder: Path, name: str, *, first: int, tokens: int, **about: Any) -> TokenFile:
-    write_tokens(folder / f"{name}.bin", [list(range(first, first + tokens))], vocabulary=30000, **about)
-    return TokenFile.open(folder / f"{name}.bin")
-
-
 def test_rows_are_the_texts_own(tmp_path: Path) -> None:
     """Each row begins at a multiple of the length in its own text, and each text's last rows are validation only."""
-    files = [written(tmp_path, "a", first=0, tokens=103), written(tmp_path, "b", first=10000, tokens=41)]
+    ids = {"a": range(103), "b": range(10000, 10041)}
+    files = [written(tmp_path / name, some, vocabulary=30000) for name, some in ids.items()]
     found = mixed(files, (1, 3), names=("a", "b"), seq_len=SEQ_LEN, validation=0.2)
     assert found.shares.rows == (16, 7)
     assert len(found) == (20 + 8) * SEQ_LEN + 1
@@ -257,11 +231,11 @@ def test_rows_are_the_texts_own(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_mixed_is_refused(tmp_path: Path) -> None:
-    text = written(tmp_path, "a", first=0, tokens=103)
-    rows = written(tmp_path, "b", first=0, tokens=51, row_length=SEQ_LEN)
+    text = written(tmp_path / "a", range(103))
+    rows = written(tmp_path / "b", range(51), row_length=SEQ_LEN)
     with pytest.raises(UserError, match=r"data\.mixture: a \(dtype uint16\) and b \(dtype uint32\) differ in kind"):
         mixed([text, rows], (1, 1), names=("a", "b"), seq_len=SEQ_LEN, validation=0.1)
-    short = written(tmp_path, "c", first=0, tokens=8)
+    short = written(tmp_path / "c", range(8))
     with pytest.raises(UserError, match=r"c has 8 tokens, and one training row of 5 and one for validation needs 11"):
         mixed([text, short], (1, 1), names=("a", "c"), seq_len=SEQ_LEN, validation=0.1)
     assert mixed([text, short], (1, 1), names=("a", "c"), seq_len=SEQ_LEN, validation=0).shares.rows == (20, 1)
@@ -297,8 +271,4 @@ def test_packed_conversations_are_mixed_as_well(tmp_path: Path) -> None:
     assert batch.counted > 0
     assert int((batch.targets == -100).sum()) > 0
     assert batch.positions is not None
-
-
-def test_padding_counts_as_no_tokens() -> None:
-    rows = torch.zeros(2, 6, dtype=torch.int64)
-    assert (Batch(rows, rows, padding=5).tokens, Batch(rows, rows).tokens) == (7, 12)
+    assert 0 < batch.tokens == batch.inputs.numel() - batch.padding < batch.inputs.numel()

@@ -32,9 +32,15 @@ def small_tokenizer(words: dict[str, int]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def test_the_builtin_tokenizer_encodes_any_text(seed: int) -> None:
+def test_the_builtin_tokenizer_encodes_any_text(
+    seed: int, recwarn: pytest.WarningsRecorder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading it needs no network and warns of nothing."""
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("reached for the network"))
     draw = random.Random(seed)
     tokenizer = load_tokenizer("builtin")
+    assert not recwarn.list
+    assert capsys.readouterr() == ("", "")
     assert len(tokenizer) == vocabulary_size(tokenizer) == 2048
     assert tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|endoftext|>") == 0
     drawn = draw.randbytes(4000).decode("utf-8", errors="replace")
@@ -44,15 +50,6 @@ def test_the_builtin_tokenizer_encodes_any_text(seed: int) -> None:
         assert tokenizer(text)["input_ids"] == ids
         assert 0 < min(ids) <= max(ids) < 2048
         assert tokenizer.decode(ids) == text
-
-
-def test_loading_needs_no_network_and_warns_of_nothing(
-    recwarn: pytest.WarningsRecorder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("reached for the network"))
-    load_tokenizer("builtin")
-    assert not recwarn.list
-    assert capsys.readouterr() == ("", "")
 
 
 def test_the_fingerprint_tells_tokenizers_apart_and_ignores_call_settings() -> None:
@@ -66,23 +63,21 @@ def test_the_fingerprint_tells_tokenizers_apart_and_ignores_call_settings() -> N
     assert vocabulary_size(small_tokenizer({"?": 0, "a": 9})) == 10  # the ids between them count
 
 
-def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds no tokenizer.*data\.tokenizer=builtin"):
-        load_tokenizer(str(tmp_path))
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 50257}')
-    with pytest.raises(UserError, match="holds no tokenizer"):
-        load_tokenizer(str(tmp_path))
-    with pytest.raises(UserError, match="no such directory"):
-        load_tokenizer(str(tmp_path / "gone"))
-
-
-def test_an_unreachable_hub_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_without_a_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: object, **__: object) -> None:
         raise OSError("We couldn't connect to the hub\nand more")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
-    with pytest.raises(UserError, match=r"someone/model is no directory here.*couldn't connect to the hub\).*network"):
-        load_tokenizer("someone/model")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"model_type": "gpt2", "vocab_size": 50257}')
+    for name, told in (
+        (tmp_path, r"holds no tokenizer.*data\.tokenizer=builtin"),
+        (tmp_path / "model", "holds no tokenizer"),
+        (tmp_path / "gone", "no such directory"),
+        ("someone/model", r"someone/model is no directory here.*couldn't connect to the hub\).*network"),
+    ):
+        with pytest.raises(UserError, match=told):
+            load_tokenizer(str(name))
 
 
 # -- bits per byte -----------------------------------------------------------------------------------------------------
@@ -131,20 +126,15 @@ def test_all_tokens_of_a_text_are_all_its_bytes(kind: str, text: str) -> None:
     assert abs(text_bytes(tokenizer, torch.tensor(ids[:-1])) - len(text.encode())) < 12  # the end may cut a character
 
 
-def test_bytes_of_unknown_text_are_not_guessed() -> None:
-    tokenizer = sentence_piece("llama")
-    assert text_bytes(tokenizer, torch.tensor([300, tokenizer.unk_token_id])) is None
-    assert text_bytes(tokenizer, torch.tensor([300, 5000])) is None
-    assert text_bytes(tokenizer, torch.tensor([tokenizer.eos_token_id])) == 0
-
-
-def test_special_tokens_are_no_text() -> None:
+def test_special_tokens_are_no_text_and_unknown_text_is_not_guessed() -> None:
     """Marks of turns count no bytes. Other added tokens count those of their text, not those of their spelling."""
     tokenizer = chat_tokenizer()
     talk = turns("Why é?", "So.")
     ids = tokenizer.apply_chat_template(talk, return_dict=True)["input_ids"]
     assert text_bytes(tokenizer, torch.tensor(ids)) == len("Why é?So.".encode())
     gemma = sentence_piece("llama")
+    for ids, size in (([300, gemma.unk_token_id], None), ([300, 5000], None), ([gemma.eos_token_id], 0)):
+        assert text_bytes(gemma, torch.tensor(ids)) == size
     gemma.add_tokens([AddedToken("▁▁▁", normalized=False), AddedToken("\n\n", normalized=False)])
     gemma.add_special_tokens({"additional_special_tokens": ["<end_of_turn>"]})
     ids = gemma.convert_tokens_to_ids(["a", "▁▁▁", "\n\n", "<end_of_turn>"])

@@ -5,13 +5,14 @@ TRL "Dataset formats and types"), as of 2026.
 """
 
 import json
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sample_chats
 from datasets import Dataset
-from sample_chats import TEMPLATE, chat_tokenizer, turns
+from sample_chats import TEMPLATE, chat_tokenizer, message, turns
 
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
 from offload_trainer.errors import UserError
@@ -35,12 +36,20 @@ TOOL = {"type": "function", "function": WEATHER}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 AS_JSON = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
 
-U, A, S = "user", "assistant", "system"
+A = "assistant"
+
+
+def share(role: str, text: Any, **more: Any) -> dict[str, Any]:
+    """Return a message in ShareGPT's format."""
+    return {"from": role, "value": text} | more
 
 
 def shares(*texts: str) -> list[dict[str, Any]]:
-    """Return the same messages in ShareGPT's format."""
-    return [{"from": ("human", "gpt")[number % 2], "value": text} for number, text in enumerate(texts)]
+    return [share(("human", "gpt")[number % 2], text) for number, text in enumerate(texts)]
+
+
+def talk(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"conversations" if "from" in messages[0] else "messages": list(messages)} | more
 
 
 def row(*texts: str, system: str | None = None) -> str:
@@ -52,14 +61,16 @@ def row(*texts: str, system: str | None = None) -> str:
 
 
 def untrained(fields: str) -> str:
-    return f"a line with {fields} is not trained on"
+    told = r".*ids of tokens in a \.bin file\. TRL trains on preferences \(`offload-train cp dpo`"
+    return f"a line with {fields} is not trained on: {told}"
 
 
-PREFERENCES = untrained("'chosen' and 'rejected'") + ": .*`offload-train cp dpo`"
 CALLED = (
     json.dumps(TOOL)
     + '<user>Rain?<end><assistant>«[weather {"city": "Oslo"}]<end>»<tool>wet<end><assistant>«Yes.<end>»'
 )
+SHOUTED = row("a", "A", system="Shout.")
+UNLEARNED = "<user>a<end><assistant>A<end>" + row("b", "B")
 # project and form: (a record, the row's text with trained spans in « », or a pattern of the refusal)
 FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "llamafactory alpaca": ({"instruction": "Add.", "input": "1 2", "output": "3"}, row("Add.\n\n1 2", "3")),
@@ -68,91 +79,58 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         {"instruction": "b", "input": "", "output": "B", "system": "Shout.", "history": [["a", "A"]]},
         row("a", "A", "b", "B", system="Shout."),
     ),
-    "llamafactory sharegpt": ({"conversations": shares("a", "A", "b", "B")}, row("a", "A", "b", "B")),
-    "llamafactory sharegpt, system": (
-        {"conversations": shares("a", "A"), "system": "Shout."},
-        row("a", "A", system="Shout."),
-    ),
+    "llamafactory sharegpt": (talk(*shares("a", "A", "b", "B")), row("a", "A", "b", "B")),
     "llamafactory sharegpt, tools as JSON": (
-        {
-            "conversations": [
-                {"from": "human", "value": "Rain?"},
-                {"from": "function_call", "value": json.dumps({"name": "weather", "arguments": {"city": "Oslo"}})},
-                {"from": "observation", "value": "wet"},
-                {"from": "gpt", "value": "Yes."},
-            ],
-            "tools": json.dumps([WEATHER]),
-        },
+        talk(
+            share("human", "Rain?"),
+            share("function_call", json.dumps(CALL["function"])),
+            share("observation", "wet"),
+            share("gpt", "Yes."),
+            tools=json.dumps([WEATHER]),
+        ),
         CALLED,
     ),
     "llamafactory sharegpt preference": (
-        {"conversations": shares("a"), "chosen": shares("", "b")[1], "rejected": shares("", "c")[1]},
-        PREFERENCES,
+        talk(*shares("a"), chosen=share("gpt", "b"), rejected=share("gpt", "c")),
+        untrained("'chosen' and 'rejected'"),
     ),
-    "llamafactory sharegpt KTO": (
-        {"conversations": shares("a", "A"), "kto_tag": False},
-        untrained("'kto_tag'") + ": .*TRL trains on",
-    ),
-    "llamafactory KTO as label": ({"messages": turns("a", "A"), "label": True}, untrained("'label'")),
-    "llamafactory images": (
-        {"conversations": shares("<image>a", "A"), "images": ["1.jpg"]},
-        r"'images' .*ot\.load.*library\.md",
-    ),
+    "llamafactory sharegpt KTO": (talk(*shares("a", "A"), kto_tag=False), untrained("'kto_tag'")),
+    "llamafactory KTO as label": (talk(*turns("a", "A"), label=True), untrained("'label'")),
+    "llamafactory images": (talk(*shares("<image>a", "A"), images=["1.jpg"]), r"'images' .*ot\.load.*library\.md"),
     "llamafactory prompt and response": ({"prompt": "a", "response": "A"}, row("a", "A")),
-    "axolotl chat_template, content in parts": (
-        {"messages": [{"role": who, "content": [{"type": "text", "text": it}]} for who, it in ((U, "a"), (A, "A"))]},
-        row("a", "A"),
-    ),
-    "axolotl chat_template, roles of others": (
-        {"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "A"}]},
+    "axolotl chat_template, content in parts, roles of others": (
+        talk(*(message(who, [{"type": "text", "text": text}]) for who, text in (("human", "a"), ("gpt", "A")))),
         row("a", "A"),
     ),
     "axolotl chat_template, tools and calls": (
-        {
-            "tools": [TOOL],
-            "messages": [
-                {"role": U, "content": "Rain?"},
-                {"role": A, "content": "", "tool_calls": [AS_JSON | {"id": "c1"}]},
-                {"role": "tool", "tool_call_id": "c1", "content": "wet"},
-                {"role": A, "content": "Yes."},
-            ],
-        },
+        talk(
+            message("user", "Rain?"),
+            message(A, "", tool_calls=[AS_JSON | {"id": "c1"}]),
+            message("tool", "wet", tool_call_id="c1"),
+            message(A, "Yes."),
+            tools=[TOOL],
+        ),
         CALLED,
     ),
-    "axolotl chat_template, reasoning": (
-        {"messages": [*turns("a"), {"role": A, "content": "A", "reasoning_content": "hm"}]},
-        row("a", "(hm)A"),
-    ),
-    "axolotl train": (
-        {"conversations": [*shares("a"), {"from": "gpt", "value": "A", "train": False}, *shares("b", "B")]},
-        "<user>a<end><assistant>A<end>" + row("b", "B"),
-    ),
-    "axolotl train on a question": (
-        {"conversations": [{"from": "human", "value": "a", "train": True}, *shares("", "A")[1:]]},
-        "has 'train': true",
-    ),
+    "axolotl chat_template, reasoning": (talk(*turns("a"), message(A, "A", reasoning_content="hm")), row("a", "(hm)A")),
+    "axolotl train": (talk(*shares("a"), share("gpt", "A", train=False), *shares("b", "B")), UNLEARNED),
+    "axolotl train on a question": (talk(share("human", "a", train=True), share("gpt", "A")), "has 'train': true"),
     "axolotl train_detail": (
-        {"conversations": [*shares("a"), {"from": "gpt", "value": "A", "train_detail": [{"begin_offset": 0}]}]},
+        talk(*shares("a"), share("gpt", "A", train_detail=[{"begin_offset": 0}])),
         "message 2 has 'train_detail'",
     ),
     "axolotl parts to train": (
-        {"messages": [{"role": A, "content": [{"type": "text", "text": "A", "train": False}]}]},
+        talk(message(A, [{"type": "text", "text": "A", "train": False}])),
         "message 1 mixes parts to train on with others",
     ),
-    "axolotl open_orca": (
-        {"system_prompt": "Shout.", "question": "a", "response": "A"},
-        row("a", "A", system="Shout."),
-    ),
+    "axolotl open_orca": ({"system_prompt": "Shout.", "question": "a", "response": "A"}, SHOUTED),
     "axolotl oasst": (
         {"INSTRUCTION": "a", "RESPONSE": "A"},
         "no field 'text'; there are: INSTRUCTION, RESPONSE.*'instruction' and 'output'",
     ),
     "axolotl metharme": ({"prompt": "a", "generation": "A"}, untrained("'prompt' without an answer")),
     "axolotl input_output": ({"segments": [{"label": True, "text": "a"}]}, untrained("'segments'")),
-    "axolotl tokenized": (
-        {"input_ids": [1], "labels": [1], "attention_mask": [1]},
-        untrained("'input_ids'") + ": .*ids of tokens in a .bin file",
-    ),
+    "axolotl tokenized": ({"input_ids": [1], "labels": [1], "attention_mask": [1]}, untrained("'input_ids'")),
     "axolotl stepwise": (
         {"prompt": "a", "completions": ["A"], "labels": [True]},
         untrained("'prompt' and 'completions' and 'labels'"),
@@ -160,46 +138,32 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "trl language modeling": ({"text": "Some text."}, "Some text.<end>"),
     "trl prompt-completion": ({"prompt": "The sky", "completion": " is blue."}, "The sky« is blue.<end>»"),
     "trl conversational prompt-completion": (
-        {"prompt": turns("a", "A", "b"), "completion": turns("", "B")[1:]},
-        "<user>a<end><assistant>A<end>" + row("b", "B"),
+        {"prompt": turns("a", "A", "b"), "completion": [message(A, "B")]},
+        UNLEARNED,
     ),
-    "trl preference": ({"prompt": "a", "chosen": "b", "rejected": "c"}, PREFERENCES),
+    "trl preference": ({"prompt": "a", "chosen": "b", "rejected": "c"}, untrained("'chosen' and 'rejected'")),
     "trl chat_template_kwargs": (
-        {"messages": turns("a", "A"), "chat_template_kwargs": {"enable_thinking": False}},
+        talk(*turns("a", "A"), chat_template_kwargs={"enable_thinking": False}),
         "'chat_template_kwargs' is not read",
     ),
     # other forms
     "two answers": ({"question": "a", "answer": "A", "response": "B"}, "'response' and 'answer' both match"),
-    "a system prompt for plain text": (
-        {"prompt": "a", "completion": "b", "system": "s"},
-        "'system' has no place next to",
-    ),
+    "a system prompt for text": ({"prompt": "a", "completion": "b", "system": "s"}, "'system' has no place next to"),
     "a history that is none": ({"instruction": "a", "output": "b", "history": ["x"]}, "turn 1 of 'history' is no list"),
     "content that is null beside calls": (
-        {"messages": [*turns("Rain?"), {"role": A, "content": None, "tool_calls": [CALL]}]},
+        talk(*turns("Rain?"), message(A, None, tool_calls=[CALL])),
         row("Rain?", '[weather {"city": "Oslo"}]'),
     ),
-    "content that is null": (
-        {"messages": [*turns("a", "A"), {"role": U, "content": None}]},
-        "message 3 has no content; if it is empty",
-    ),
+    "content that is null": (talk(*turns("a", "A"), message("user", None)), "message 3 has no content; if it is empty"),
     "no messages": ({"messages": []}, "'messages' holds an empty list"),
     "a string for messages": ({"messages": "hello"}, "'messages' holds a string"),
     "strings for messages": ({"messages": ["hello"]}, "message 1 is no object with a 'role'"),
     "an image in a message": (
-        {
-            "messages": [
-                {"role": U, "content": [{"type": "text", "text": "a"}]},
-                {"role": A, "content": [{"type": "b"}]},
-            ]
-        },
+        talk(message("user", [{"type": "text", "text": "a"}]), message(A, [{"type": "b"}])),
         "message 2 holds something other than text",
     ),
-    "tools that are no JSON": ({"messages": turns("a", "A"), "tools": "x"}, "'tools' holds no JSON"),
-    "an unknown role": (
-        {"conversations": [{"from": "narrator", "value": "x"}]},
-        "1 is from 'narrator'; known are human",
-    ),
+    "tools that are no JSON": (talk(*turns("a", "A"), tools="x"), "'tools' holds no JSON"),
+    "an unknown role": (talk(share("narrator", "x")), "1 is from 'narrator'; known are human"),
     "a completion of another kind": ({"prompt": "x", "completion": []}, "field 'completion' holds a list"),
 }
 
@@ -218,16 +182,9 @@ def shown(tokenizer: Any, tokens: Any) -> str:
     """Return the first row's text without padding, with trained spans in « »; plain text is unmarked."""
     if tokens.row_length is None:
         return str(tokenizer.decode(tokens.read(0, len(tokens)).tolist()))
-    marked = tokens.read(0, 512).tolist()
-    parts: list[tuple[bool, list[int]]] = []
-    for id_ in marked:
-        if id_ & BEGINS:  # the padding
-            break
-        learned = not id_ & NOT_LEARNED
-        if not parts or parts[-1][0] != learned:
-            parts.append((learned, []))
-        parts[-1][1].append(id_ & IDS)
-    texts = [(learned, tokenizer.decode(ids)) for learned, ids in parts]
+    marked = takewhile(lambda id_: not id_ & BEGINS, tokens.read(0, 512).tolist())  # up to the padding
+    spans = groupby(marked, key=lambda id_: not id_ & NOT_LEARNED)
+    texts = [(learned, tokenizer.decode([id_ & IDS for id_ in span])) for learned, span in spans]
     return "".join(f"«{text}»" if learned else text for learned, text in texts)
 
 
@@ -251,26 +208,24 @@ def test_what_becomes_of_each_form(name: str, table: bool, tmp_path: Path) -> No
 
 # -- what a template does not print ------------------------------------------------------------------------------------
 
+LOOKS = message(A, "Let me see.", tool_calls=[CALL])
+
 
 @pytest.mark.parametrize(
     ("record", "template", "field"),
     [
+        (talk(*turns("weather in Oslo?"), LOOKS), TEMPLATE, "tool_calls"),
         (
-            {"messages": [*turns("weather in Oslo?"), {"role": A, "content": "Let me see.", "tool_calls": [CALL]}]},
-            TEMPLATE,
-            "tool_calls",
-        ),
-        (
-            {"messages": [*turns("Rain?"), {"role": A, "content": "", "tool_calls": [CALL, AS_JSON]}]},
+            talk(*turns("Rain?"), message(A, "", tool_calls=[CALL, AS_JSON])),
             TOOLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
             "tool_calls",
         ),
-        ({"messages": turns("weather Tells it.", "A"), "tools": [TOOL]}, TEMPLATE, "tools"),
-        ({"messages": [{"role": S, "content": "Shout."}, *turns("a", "A")]}, NO_SYSTEM, "messages.content"),
+        (talk(*turns("weather Tells it.", "A"), tools=[TOOL]), TEMPLATE, "tools"),
+        (talk(message("system", "Shout."), *turns("a", "A")), NO_SYSTEM, "messages.content"),
         ({"instruction": "a", "output": "A", "system": "Shout."}, NO_SYSTEM, "system"),
-        ({"conversations": shares("a", "A"), "system": "Shout."}, NO_SYSTEM, "system"),
+        (talk(*shares("a", "A"), system="Shout."), NO_SYSTEM, "system"),
         (  # gpt-oss's template leaves out text beside a call, where an answer follows
-            {"messages": [*turns("Rain?"), {"role": A, "content": "Let me see.", "tool_calls": [CALL]}]},
+            talk(*turns("Rain?"), LOOKS),
             TOOLS.replace("{{ m.content }}{% for", "{% if not m.tool_calls %}{{ m.content }}{% endif %}{% for"),
             "messages.content",
         ),
@@ -285,10 +240,10 @@ def test_calls_tools_and_messages_that_a_template_drops_are_named(
 
 
 def test_other_text_that_no_row_holds_is_named_and_counted(tmp_path: Path) -> None:
-    plain = {"messages": turns("a", "A"), "id": "x1", "source": "somewhere", "conversation_id": "7"}
-    thinks = {"messages": [*turns("a"), {"role": A, "content": "A", "reasoning_content": "Hm, why?"}], "id": "x2"}
-    more = {"messages": turns("a", "A"), "category": "letters", "extra": {"notes": ["", "Look\nhere."]}}
-    twice = {"messages": [{"role": S, "content": "Be brief."}, *turns("a", "A")], "system": "Shout."}
+    plain = talk(*turns("a", "A"), id="x1", source="somewhere", conversation_id="7")
+    thinks = talk(*turns("a"), message(A, "A", reasoning_content="Hm, why?"), id="x2")
+    more = talk(*turns("a", "A"), category="letters", extra={"notes": ["", "Look\nhere."]})
+    twice = talk(message("system", "Be brief."), *turns("a", "A"), system="Shout.")
     _, tokens = prepared(tmp_path, plain, thinks, thinks, more, twice, template=TEMPLATE)
     assert "text that is missing from the rows: " in tokens.summary
     for told in (
@@ -304,22 +259,19 @@ def test_other_text_that_no_row_holds_is_named_and_counted(tmp_path: Path) -> No
     assert "'hint' in 1 (first: " in tokens.summary
 
 
-def test_a_template_may_move_and_strip_text(tmp_path: Path) -> None:
-    """A template may put reasoning before the answer, strip lines and quote text as JSON; no text counts as lost."""
+def test_moved_and_stripped_text_is_not_lost_and_empty_answers_are_counted(tmp_path: Path) -> None:
+    """A template may put reasoning before the answer, strip lines and quote text as JSON."""
     moves = (
         "{% for m in messages %}<{{ m.role }}>{% set parts = m.content.split('</think>') %}"
         "{% if parts[1:] %}(thought: {{ parts[0][7:].strip() }}){{ parts[1].strip() }}"
         "{% else %}{{ m.content | tojson }}{% endif %}<end>"
         "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    talk = turns('"Why"?\nÄ', "<think>\nHm. \n</think>\n\n Because. ")
-    _, tokens = prepared(tmp_path, {"messages": talk}, template=moves)
+    moved = talk(*turns('"Why"?\nÄ', "<think>\nHm. \n</think>\n\n Because. "))
+    _, tokens = prepared(tmp_path, moved, template=moves)
     assert "missing from the rows" not in tokens.summary
-
-
-def test_empty_answers_are_counted(tmp_path: Path) -> None:
-    records = [{"messages": turns("a", "A")}, {"messages": turns("a", " ", "b", "")}, {"messages": turns("a", "")}]
-    records[0]["messages"][1:1] = [{"role": A, "content": "", "weight": 0}, *turns("c")]
+    unlearned = talk(*turns("a"), message(A, "", weight=0), *turns("c", "A"))
+    records = (unlearned, talk(*turns("a", " ", "b", "")), talk(*turns("a", "")))
     _, tokens = prepared(tmp_path, *records, template=TEMPLATE)
     assert "; 3 of the answers to train on are empty" in tokens.summary
     _, tokens = prepared(tmp_path, {"prompt": "a", "completion": ""}, {"prompt": "a", "completion": "b"})

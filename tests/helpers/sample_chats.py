@@ -30,7 +30,7 @@ CHATS = [
 ]
 
 
-def message(role: str, content: str, **more: Any) -> dict[str, Any]:
+def message(role: str, content: Any, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 

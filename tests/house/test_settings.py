@@ -65,16 +65,27 @@ def test_several_texts_after_one_flag_and_texts_by_a_pattern(tmp_path: Path, mon
         # keys of text take it unchanged
         ("", ["--model", "123", "data.text_field=1e3"], {"model.name": "123", "data.text_field": "1e3"}),
         ("", ["data.chat_template=null: [x"], {"data.chat_template": "null: [x"}),
+        # keys that determine each other
+        ("", ["--epochs", "2"], {"train.steps": 300, "train.epochs": 2.0}),
+        ("train: {steps: 50}", ["--epochs", "0.5"], {"train.steps": 300, "train.epochs": 0.5}),
+        ("train: {epochs: 3}", ["--steps", "50"], {"train.steps": 50, "train.epochs": "auto"}),
+        ("train: {steps: 50}", ["train.epochs=auto"], {"train.steps": 50, "train.epochs": "auto"}),
+        ("train: {epochs: 3}", ["--steps", "50", "train.epochs=auto"], {"train.steps": 50, "train.epochs": "auto"}),
+        ("", ["--epochs", "3", "optim.warmup_steps=500"], {"train.steps": 300, "train.epochs": 3.0}),
     ],
 )
 def test_values_of_the_file_and_then_of_words_in_order(
     file: str, words: list[str], expected: dict[str, Any], tmp_path: Path
 ) -> None:
-    (tmp_path / "a.yaml").write_text(file)
-    config = load_config([str(tmp_path / "a.yaml"), *words])
+    """A dump reads back."""
+    path = tmp_path / "a.yaml"
+    path.write_text(file)
+    config = load_config([str(path), *words])
     for key, value in expected.items():
         found = attrgetter(key)(config)
         assert (found, type(found)) == (value, type(value)), key
+    path.write_text(dump_config(config))
+    assert load_config([str(path)]) == config
 
 
 def test_an_invalid_list_is_refused_and_a_pattern_is_taken_unchanged() -> None:
@@ -108,49 +119,50 @@ def test_all_mistakes_in_one_message(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--params", "nvme"], "add --nvme DIR"),
-        (["optim.moment_dtype=8bit", "--engine", "deepspeed", "--optimizer", "cpu"], "runs on the GPU"),
-        (["--ram-fraction", "0.5", "--optimizer", "cpu", "--nvme", "/a"], "leave one out"),
-        (["placement.gradients=nvme", "--engine", "deepspeed"], "belongs to --engine tiered"),
-        (["optim.moment_dtype=bf16", "--gpus", "2", "--engine", "deepspeed"], "belongs to --engine tiered"),
-        (["--gpus", "2", "--gpu-fraction", "0.5", "--nvme", "/a"], "state must be in RAM or on dr"),
-        (["--gpus", "2", "--optimizer", "gpu"], "--optimizer gpu with 2 ranks"),
-        (["--gpus", "2", "placement.gradients=gpu"], "placement.gradients=gpu with 2 ranks"),
-        (["--gpu-fraction", "0.5", "--engine", "deepspeed"], "only --engine tiered divides it"),
-        (
-            ["--gpu-fraction", "0.7", "--ram-fraction", "0.4", "--nvme", "/a"],
-            "add up to 1.1 of the state: lower one of them",
-        ),
-        (["--gpu-fraction", "0.7", "--ram-fraction", "0.2"], "leaves 0.1 of the state for a drive: add --nvme DIR"),
-        (["--ram-fraction", "0.2"], "add --nvme DIR, or --gpu-fraction 0.8"),
-        (["deepspeed.sub_group_size=5000"], "add --engine deepspeed"),
-        (["tiered.page_buffers=2", "--engine", "deepspeed"], "add --engine tiered"),
-        (["--engine", "deepspeed", "--nvme", "/a", "--nvme", "/b"], "keep one"),
-        (
-            ["--engine", "deepspeed", "--params", "nvme", "--nvme", "/a", "deepspeed.prefetch_bucket_size=5"],
-            "leave it at auto",
-        ),
-        (["parallel.tensor=2"], "add --engine deepspeed"),
-        (["parallel.tensor=2", "--engine", "deepspeed", "--nvme", "/a", "--params", "nvme"], "use --params gpu"),
-        (
-            ["parallel.tensor=2", "--engine", "deepspeed", "--nvme", "/a", "--optimizer", "nvme"],
-            "--optimizer gpu or cpu",
-        ),
-        (["parallel.tensor=2", "--engine", "deepspeed", "optim.moment_dtype=8bit"], "is untested"),
-        (["parallel.sequence=2", "--engine", "deepspeed"], "belongs to --engine tiered, not to deepspeed"),
-        (["parallel.pipeline=2", "--engine", "deepspeed"], "belongs to --engine tiered, not to deepspeed"),
-        (["optim.decay_steps=5"], "belongs to optim.schedule=wsd"),
-        (["optim.warmup_steps=500"], "more than train.steps"),
-        (["model.offload_activations=true", "model.activation_checkpointing=off"], "needs checkpointed activations"),
-        (["optim.betas=[0.9, 1.0]"], "both must be below 1"),
-        (["optim.name=muon", "--engine", "deepspeed"], "optim.name=muon belongs to --engine tiered, not to deepspeed"),
-        (["optim.name=muon", "optim.moment_dtype=8bit"], "use fp32"),
-        (["optim.name=muon", "optim.master_dtype=bf16"], "rounded masters; use fp32"),
-        (["optim.master_dtype=bf16", "--engine", "deepspeed"], "belongs to --engine tiered"),
+        ("--params nvme", "add --nvme DIR"),
+        ("optim.moment_dtype=8bit --engine deepspeed --optimizer cpu", "runs on the GPU"),
+        ("--ram-fraction 0.5 --optimizer cpu --nvme /a", "leave one out"),
+        ("placement.gradients=nvme --engine deepspeed", "belongs to --engine tiered"),
+        ("optim.moment_dtype=bf16 --gpus 2 --engine deepspeed", "belongs to --engine tiered"),
+        ("--gpus 2 --gpu-fraction 0.5 --nvme /a", "state must be in RAM or on dr"),
+        ("--gpus 2 --optimizer gpu", "--optimizer gpu with 2 ranks"),
+        ("--gpus 2 placement.gradients=gpu", "placement.gradients=gpu with 2 ranks"),
+        ("--gpu-fraction 0.5 --engine deepspeed", "only --engine tiered divides it"),
+        ("--gpu-fraction 0.7 --ram-fraction 0.4 --nvme /a", "add up to 1.1 of the state: lower one"),
+        ("--gpu-fraction 0.7 --ram-fraction 0.2", "leaves 0.1 of the state for a drive: add --nvme DIR"),
+        ("--ram-fraction 0.2", "add --nvme DIR, or --gpu-fraction 0.8"),
+        ("deepspeed.sub_group_size=5000", "add --engine deepspeed"),
+        ("tiered.page_buffers=2 --engine deepspeed", "add --engine tiered"),
+        ("--engine deepspeed --nvme /a --nvme /b", "keep one"),
+        ("deepspeed.prefetch_bucket_size=5 --engine deepspeed --params nvme --nvme /a", "leave it at auto"),
+        ("parallel.tensor=2", "add --engine deepspeed"),
+        ("parallel.tensor=2 --engine deepspeed --nvme /a --params nvme", "use --params gpu"),
+        ("parallel.tensor=2 --engine deepspeed --nvme /a --optimizer nvme", "--optimizer gpu or cpu"),
+        ("parallel.tensor=2 --engine deepspeed optim.moment_dtype=8bit", "is untested"),
+        ("parallel.sequence=2 --engine deepspeed", "belongs to --engine tiered, not to deepspeed"),
+        ("parallel.pipeline=2 --engine deepspeed", "belongs to --engine tiered, not to deepspeed"),
+        ("optim.decay_steps=5", "belongs to optim.schedule=wsd"),
+        ("optim.warmup_steps=500", "more than train.steps"),
+        ("model.offload_activations=true model.activation_checkpointing=off", "needs checkpointed activations"),
+        ("optim.betas=[0.9,1.0]", "both must be below 1"),
+        ("optim.name=muon --engine deepspeed", "optim.name=muon belongs to --engine tiered, not to deepspeed"),
+        ("optim.name=muon optim.moment_dtype=8bit", "use fp32"),
+        ("optim.name=muon optim.master_dtype=bf16", "rounded masters; use fp32"),
+        ("optim.master_dtype=bf16 --engine deepspeed", "belongs to --engine tiered"),
+        ("--epochs 3 --steps 50", "determines the steps: leave train.steps (--steps) out"),
+        ("both.yaml", "determines the steps: leave train.steps (--steps) out"),
+        ("--data stream:a/b c.txt", "a stream is neither mixed nor joined with other text"),
+        ("--validation-data stream:a/b", "name hub:OWNER/NAME:SPLIT or a path"),
+        ("--data stream:a/b --epochs 1", "the length of a stream is not known, so train.epochs"),
+        ("data.shuffle=9", "data.shuffle=9 is for --data stream:NAME"),
+        ("--data a b data.mixture=[1]", "has 1 weights, and data.path 2 texts: give one for each"),
+        ("--data a b data.mixture=[1,1] data.shuffle=false", "leave data.shuffle=false out"),
     ],
 )
-def test_impossible_combinations(words: list[str], expected: str) -> None:
-    assert expected in "\n".join(mistakes(*words))
+def test_impossible_combinations(words: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("both.yaml").write_text("train: {epochs: 3, steps: 50}")
+    assert expected in "\n".join(mistakes(*words.split()))
 
 
 def test_a_wrong_name_of_the_file_leads_to_the_file_beside_it(tmp_path: Path) -> None:
@@ -173,20 +185,23 @@ def test_a_wrong_name_of_the_file_leads_to_the_file_beside_it(tmp_path: Path) ->
         ("train.steps=1.5", "a whole number"),
         ("optim.betas=[0.9]", "a list of all"),
         ("data.template_date=today", "a day, such as 2026-01-31, or auto"),
+        # words are read within the limits of files
+        ("optim.lr=&a 1", "a number"),
+        ("optim.lr=!!timestamp a", "a number"),
+        ("train.steps=" + "9" * 5000, "a whole number"),
     ],
 )
 def test_a_value_of_another_kind(word: str, wanted: str) -> None:
-    assert f"is not allowed; it should be {wanted}" in mistakes(word)[0]
+    (told,) = mistakes(word)
+    assert f"is not allowed; it should be {wanted}" in told
 
 
-@pytest.mark.parametrize("text", ["a: [", "- a\n- b\n", "optim: 3\n", "optim:\n  lr: 1\n  lr: 2\n"])
-def test_files_that_are_no_configuration(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text(text)
-    assert str(file) in "\n".join(mistakes(str(file)))
-
-
+# Files that are no configuration, or would take all memory or time: the mistake.
 BOMBS = {
+    "an open list": ("a: [", "not YAML"),
+    "a list": ("- a\n- b\n", "expected sections such as `optim:`, found list"),
+    "a value for a section": ("optim: 3\n", "optim must hold keys, found 3"),
+    "a key twice": ("optim:\n  lr: 1\n  lr: 2\n", "'lr' is given twice"),
     "aliases": ("".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40)), "anchors and aliases"),
     "an alias in itself": ("optim: &a\n  lr: *a\n", "anchors and aliases"),
     "brackets": ("[" * 100_000, "nested too deeply"),
@@ -200,7 +215,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_file_that_would_take_all_memory_or_time_or_cannot_be_shown_is_one_mistake(name: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_configuration_is_one_mistake(name: str, tmp_path: Path) -> None:
     text, wrong = BOMBS[name]
     file = tmp_path / "a.yaml"
     file.write_bytes(text.encode(errors="surrogateescape"))
@@ -209,12 +224,6 @@ def test_a_file_that_would_take_all_memory_or_time_or_cannot_be_shown_is_one_mis
     assert re.search(wrong, told)
     assert len(told) < 500
     assert told.isprintable()
-
-
-@pytest.mark.parametrize("word", ["optim.lr=&a 1", "optim.lr=!!timestamp a", "train.steps=" + "9" * 5000])
-def test_a_word_is_read_within_the_same_limits(word: str) -> None:
-    (told,) = mistakes(word)
-    assert "is not allowed" in told
 
 
 def test_files_that_cannot_be_read_are_refused_without_blocking(tmp_path: Path) -> None:
@@ -270,34 +279,6 @@ def test_every_kind_of_value_of_every_key_reads_back(tmp_path: Path, monkeypatch
         for (section, name), some in allowed.items():
             values.setdefault(section, {})[name] = some[number % len(some)]
         read_back(values, tmp_path / "a.yaml")
-
-
-@pytest.mark.parametrize(
-    ("file", "words", "expected"),
-    [
-        ("", ["--epochs", "2"], (300, 2)),
-        ("train: {steps: 50}", ["--epochs", "0.5"], (300, 0.5)),
-        ("train: {epochs: 3}", ["--steps", "50"], (50, "auto")),
-        ("train: {steps: 50}", ["train.epochs=auto"], (50, "auto")),
-        ("train: {epochs: 3}", ["--steps", "50", "train.epochs=auto"], (50, "auto")),
-        ("", ["--epochs", "3", "optim.warmup_steps=500"], (300, 3)),
-        ("train: {epochs: 3, steps: 50}", [], "determines the steps: leave train.steps (--steps) out"),
-        ("", ["--epochs", "3", "--steps", "50"], "determines the steps: leave train.steps (--steps) out"),
-    ],
-)
-def test_keys_that_determine_each_other(
-    file: str, words: list[str], expected: tuple[Any, ...] | str, tmp_path: Path
-) -> None:
-    """The command line overrides the file; both keys in one source are an error; a dump reads back."""
-    path = tmp_path / "a.yaml"
-    path.write_text(file)
-    if isinstance(expected, str):
-        assert expected in "\n".join(mistakes(str(path), *words))
-        return
-    config = load_config([str(path), *words])
-    assert (config.train.steps, config.train.epochs) == expected
-    path.write_text(dump_config(config))
-    assert load_config([str(path)]) == config
 
 
 def test_answers_without_torch(tmp_path: Path) -> None:

@@ -11,18 +11,7 @@ from offload_trainer.cli import COMMANDS as OURS
 from offload_trainer.cli import take_command
 from offload_trainer.errors import UserError
 from offload_trainer.settings import FLAGS, all_keys, load_config
-from offload_trainer.settings.synonyms import (
-    _BY_COMMAND,
-    _BY_VALUE,
-    _BY_WORD,
-    _COMMANDS,
-    _FAMILIES,
-    _NEAR,
-    _TERMS,
-    _terms,
-    nearest,
-    plain,
-)
+from offload_trainer.settings.synonyms import _BY_VALUE, _BY_WORD, _FAMILIES, _NEAR, _TERMS, _terms, nearest, plain
 
 ADAPTERS, QUANTISED, LOGGED = "for adapters (PEFT) use the Python library", "never quantised", "metrics.jsonl"
 
@@ -58,16 +47,7 @@ LEADS: dict[str, str] = {
     "--gpu 0": "CUDA_VISIBLE_DEVICES",
     "--config x.yaml": "the configuration file is the first word",
 }
-COMMANDS = {
-    "finetune": "`offload-train train`",
-    "merge": "`offload-train export`",
-    "quantize": "convert_hf_to_gguf.py",
-    "init": "`offload-train cp NAME`",
-    "evaluate": "train.eval_every",
-    "version": "`offload-train --version`",
-    "gpt2-xl": "--model gpt2-xl",
-    "trian": "did you mean train?",
-}
+COMMANDS = {"quantize": QUANTISED, "gpt2-xl": "--model gpt2-xl", "trian": "did you mean train?"}
 SWITCHES = {"--version", "--help", *(name for command in OURS.values() for name in command.arguments)}
 
 
@@ -89,16 +69,11 @@ def test_other_trainers_words_are_translated(typed: str, here: str) -> None:
         load_config([*shlex.split(written[1]), *more])
 
 
-def _known_words(text: str) -> list[str]:
+def _unknown_words(text: str) -> list[str]:
     """Return the keys and flags in a sentence that do not exist."""
     named = re.findall(r"(?<![\w./-])(--[a-z][a-z-]+|[a-z]+\.[a-z][a-z_]+)\b(?!\.\w)", text)
-    keys, sections = {*all_keys()}, {key.partition(".")[0] for key in all_keys()}
-    return [
-        word
-        for word in named
-        if (word.startswith("--") and word not in {*FLAGS, *SWITCHES})
-        or (not word.startswith("--") and word.partition(".")[0] in sections and word not in keys)
-    ]
+    beginnings = ("--", *{f"{key.partition('.')[0]}." for key in all_keys()})
+    return [word for word in named if word.startswith(beginnings) and word not in {*FLAGS, *SWITCHES, *all_keys()}]
 
 
 def test_each_target_exists() -> None:
@@ -109,7 +84,7 @@ def test_each_target_exists() -> None:
         if fixed:
             load_config([term.here, *(["--engine", "deepspeed"] if key.startswith("deepspeed.") else [])])
         assert term.here or term.note
-        assert not _known_words(term.note)
+        assert not _unknown_words(term.note)
         assert all(Path(page).exists() for page in re.findall(r"docs/[a-z_/]+\.md", term.note))
         assert OURS.keys() >= set(re.findall(r"`offload-train ([a-z]+)", term.note))
 
@@ -130,45 +105,29 @@ def test_the_names_of_the_page_are_known() -> None:
         assert re.search("; use |; did you mean ", told(f"{name}=1")), name
 
 
-@pytest.mark.parametrize("table", [_TERMS, _COMMANDS])
-def test_no_word_has_two_meanings(table: str) -> None:
-    every = [word for word, _ in _terms(table)]
+def test_no_word_has_two_meanings() -> None:
+    every = [word for word, _ in _terms(_TERMS)]
     assert sorted(every) == sorted(set(every))
 
 
 @pytest.mark.parametrize(("word", "here"), COMMANDS.items())
-def test_a_command_of_another_trainer(word: str, here: str) -> None:
-    with pytest.raises(UserError, match="neither a command") as caught:
+def test_a_first_word_that_is_no_command(word: str, here: str) -> None:
+    with pytest.raises(UserError, match=f"neither a command.*{re.escape(here)}"):
         take_command([word])
-    assert here in str(caught.value)
 
 
-def test_commands_lead_to_commands() -> None:
-    assert not _BY_COMMAND.keys() & OURS.keys()
-    for term in _BY_COMMAND.values():
-        assert term.here in OURS or (not term.here and term.note)
-        assert not _known_words(term.note)
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("--lrr 1", "--lr"),
-        ("--lerning-rate 3", "--lr 3"),
-        ("--weight-decy 3", "optim.weight_decay"),
-        ("plcement.nvme=/x", "placement.nvme"),
-        ("optim.learing_rate=1", "optim.lr=1"),
-        ("--optim.lr 1", "optim.lr=1"),
-        ("--xyzzy 3", None),
-        ("--lo 3", None),
-    ],
-)
-def test_misspellings(typed: str, meant: str | None) -> None:
-    message = told(*typed.split())
-    assert (meant in message) if meant else ("did you mean" not in message and "here it is" not in message)
-
-
-def test_suggestions_differ_by_at_most_two_letters() -> None:
+def test_misspellings() -> None:
+    """Suggestions differ by at most two letters."""
+    for typed, meant in {
+        "--lrr 1": "--lr",
+        "--lerning-rate 3": "--lr 3",
+        "--weight-decy 3": "optim.weight_decay",
+        "plcement.nvme=/x": "placement.nvme",
+        "optim.learing_rate=1": "optim.lr=1",
+        "--optim.lr 1": "optim.lr=1",
+    }.items():
+        assert meant in told(*typed.split())
+    assert all("did you mean" not in told(word, "3") for word in ("--xyzzy", "--lo"))
     assert nearest("lora", ["lr"]) is None or _NEAR > 0.67
     for word in ("deepspeed_stage", "training_rate", "evaluation_rows", "warm_start"):
         assert nearest(word, [*FLAGS, *(key.rpartition(".")[2] for key in all_keys())]) is None

@@ -1,5 +1,6 @@
 """Tests of the program's text: help of every command, messages for the machine, and no control codes from files."""
 
+import json
 import os
 import re
 from dataclasses import replace
@@ -11,7 +12,7 @@ from sample_plans import SHAPES, machine, wish
 
 from offload_trainer import cli
 from offload_trainer.cli import COMMANDS, parse
-from offload_trainer.config import PlacementSection
+from offload_trainer.config import PlacementSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.plan.machine import read_machine
@@ -102,20 +103,8 @@ def test_contents_of_files_are_escaped_for_the_terminal(capsys: pytest.CaptureFi
 
 
 def test_a_card_shows_names_unchanged(tmp_path: Path) -> None:
-    config = {
-        "model": {"name": f"a|b<img src=x>`{STEERING}", "dtype": "bf16", "overrides": {}, "base": "model"},
-        "optim": {
-            "name": "adamw",
-            "lr": 1.0,
-            "betas": [0.9, 0.9],
-            "weight_decay": 0.0,
-            "max_grad_norm": 1.0,
-            "schedule": "cosine",
-            "moment_dtype": "fp32",
-        },
-        "data": {"path": ["[x](y)\n| Seed | 7 |"]},
-        "train": {"steps": 3, "seed": 0},
-    }
+    given = {"model": {"name": f"a|b<img src=x>`{STEERING}"}, "data": {"path": ["[x](y)\n| Seed | 7 |"]}}
+    config = TrainConfig.model_validate_json(json.dumps(given)).model_dump(mode="json")
     card = model_card(tmp_path, dtype="fp32", source="a run", run=RunConfiguration(config, random=True))
     assert "a\\|b\\<img src=x\\>\\`" in card
     assert "\\[x\\](y) \\| Seed \\| 7 \\|" in card

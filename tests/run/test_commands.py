@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -128,36 +127,31 @@ def test_locked_memory_limits_only_async_io() -> None:
 # -- tune: its trials and the settings that it keeps, with given outcomes and one real trial ---------------------------
 
 
-def outcomes(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float | None]) -> list[str]:
-    """Make trials return the time in `seconds` for their arguments (None: fail); return the arguments tried so far."""
+def test_each_group_starts_from_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gain within the noise is none, and if the plan itself fails, there is nothing to tune."""
     tried: list[str] = []
 
-    def pretend(_: object, added: str, *, steps: int, say: object) -> tune.Trial:
-        tried.append(added)
-        taken = seconds[added]
-        trial = tune.Trial(added, [{"step": taken, "update": taken}] * steps)
-        return replace(trial, failed="killed by signal 9") if taken is None else trial
+    def tuned(*groups: tuple[str, ...], **seconds: float | None) -> list[tune.Trial]:
+        """Tune with trials that take these seconds (None: fail), by their words, of which `plan` stands for none."""
 
-    monkeypatch.setattr(tune, "run_trial", pretend)
-    return tried
+        def pretend(_: object, added: str, *, steps: int, say: object) -> tune.Trial:
+            tried.append(added)
+            taken = seconds[added.replace(" ", "_") or "plan"]
+            trial = tune.Trial(added, [{"step": taken, "update": taken}] * steps)
+            return replace(trial, failed="killed by signal 9") if taken is None else trial
 
+        monkeypatch.setattr(tune, "run_trial", pretend)
+        return tune.tune([], groups, phase="step", steps=4, say=lambda line: None)
 
-def test_each_group_starts_from_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gain within the noise is ignored, and nothing is tuned where the plan itself does not run."""
-    tried = outcomes(monkeypatch, {"": 2.0, "a": 1.5, "b": 1.8, "a c": None, "a d": 1.2})
-    tuned = partial(tune.tune, [], phase="step", steps=4, say=lambda line: None)
-    trials = tuned([("a", "b"), ("c", "d")])
+    trials = tuned(("a", "b"), ("c", "d"), plan=2.0, a=1.5, b=1.8, a_c=None, a_d=1.2)
     assert tried == ["", "a", "b", "a c", "a d"]
-    assert trials[0].words == "a d"
-    assert len(trials) == 5
+    assert (trials[0].words, len(trials)) == ("a d", 5)
     assert [trial.failed for trial in trials if trial.words == "a c"] == ["killed by signal 9"]
-    outcomes(monkeypatch, {"": 2.0, "a": 1.97})
-    assert tuned([("a",)])[0].words == ""
-    outcomes(monkeypatch, {"": None})
+    assert tuned(("a",), plan=2.0, a=1.97)[0].words == ""
     with pytest.raises(TrainerError, match="killed by signal 9"):
-        tuned([("a",)])
-    steps = [{"step": seconds} for seconds in (9.0, 9.0, 1.0, 3.0, 2.0)]
-    assert tune.Trial("", steps).seconds == 2.0  # the first steps do not count
+        tuned(("a",), plan=None)
+    # the first two steps do not count
+    assert tune.Trial("", [{"step": seconds} for seconds in (9.0, 9.0, 1.0, 3.0, 2.0)]).seconds == 2.0
 
 
 def test_only_what_matters_to_the_placement_is_tried(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -268,7 +269,7 @@ class Offloaded(_Trainer):
 
     def _saved_apart(self) -> AbstractContextManager[object]:
         """Return a context in which the optimizer's state dict has no moments: the session saves those itself."""
-        return self._session.optimizer.saved_apart() if self._session.trained else nullcontext()
+        return patch.object(self._session.optimizer, "saved_apart", True) if self._session.trained else nullcontext()
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint's weights together with its moments."""
@@ -412,35 +413,22 @@ def _refuse(mistakes: list[str]) -> None:
 
 
 def _save_pretrained(session: Session, save_directory: str | Path, **words: Any) -> None:
-    """Implement transformers' `save_pretrained` by streaming the weights, in their dtype, to disk."""
+    """Implement transformers' `save_pretrained` by streaming the weights, in their dtype, beside the folder's files.
+
+    The configurations are the model's current ones. Ranks other than 0 write nothing.
+    """
     harmless = ("is_main_process", "max_shard_size", "safe_serialization")
     if others := [f"{name}={value!r}" for name, value in words.items() if value and name not in harmless]:
         raise UserError(f"save_pretrained of offloaded weights takes a directory only, not {', '.join(others)}")
-    _export_into(session, Path(save_directory), merge=False)
-
-
-def save_merged(model: nn.Module, directory: str | Path) -> None:
-    """Export the model with its LoRA adapters merged into the weights, streaming them to disk.
-
-    The result equals PEFT's `merge_and_unload` bit for bit.
-    """
-    _export_into(session_of(model), Path(directory), merge=True)
-
-
-def _export_into(session: Session, folder: Path, *, merge: bool) -> None:
-    """Export the weights into `folder`, next to its other files, with the model's current configurations.
-
-    Ranks other than 0 write nothing.
-    """
     if session.rank:
         return
     model: Any = session.model
-    dtype = next(name for name, dtype in DTYPES.items() if dtype is session.dtype)
+    folder, dtype = Path(save_directory), next(name for name, dtype in DTYPES.items() if dtype is session.dtype)
     folder.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
         remove_dead(folder / _WORK, what=EXPORT)  # left by a killed process
     with ScratchDirectory(folder / _WORK, what=EXPORT) as place:
-        session.export(place.path / "model", dtype=dtype, merge=merge)
+        session.export(place.path / "model", dtype=dtype, merge=False)
         new = {path.name: path for path in (place.path / "model").iterdir()}
         if session.base == "model" or (folder / _CARD).exists():
             new.pop(_CARD, None)  # the Trainer writes another card; the one that says how a base was rounded is kept

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, HfArgumentParser
 from trl import SFTConfig, SFTTrainer
 
-from offload_trainer.hf import Offloaded, load, save_merged
+from offload_trainer.hf import Offloaded, load, session_of
 
 SETTINGS = {"output_dir": "runs/qlora", "max_steps": 300, "save_steps": 100, "save_total_limit": 2, "logging_steps": 1}
 SETTINGS |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "learning_rate": 2e-4}
@@ -56,8 +56,8 @@ def main() -> None:
     output = Path(arguments.output_dir)
     trainer.train(resume_from_checkpoint=any(output.glob("checkpoint-*/trainer_state.json")))
     trainer.save_model(output / "adapters")
-    if given.merge:
-        save_merged(trainer.model, output / "merged")
+    if given.merge and not (output / "merged").exists():
+        session_of(trainer.model).export(output / "merged", dtype=given.dtype)
 
 
 if __name__ == "__main__":

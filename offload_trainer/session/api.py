@@ -43,7 +43,6 @@ from offload_trainer.plan.tiers import Item
 from offload_trainer.ranks import all_gather_json, from_rank_zero, join, place_here, rank_zero_first
 from offload_trainer.run import machine_rates
 from offload_trainer.run.build import lease_drives
-from offload_trainer.run.checkpoint import RunRecord
 from offload_trainer.run.checks import refuse_other_data, refuse_other_programs
 from offload_trainer.run.directory import record_of
 from offload_trainer.run.planning import Planned, lacks_room, machine_here
@@ -214,21 +213,17 @@ def load(
                 "not planned: leave it out, or give image_patches=0 if rows hold text alone"
             )
         planned = _planned(config, source, say=say)
-        with ExitStack() as stack:
-            parts, record = _opened(planned, stack, say=say)
-            work = planned.plan.work
-            without = parameters_without_memory()
-            model = source.build(dtype=parts.dtype, context=without, checkpointed=work.checkpointed).model
-            parameters = without_values(model, dtype=parts.dtype, place=parts.device.place)
+
+        def made(parts: EngineParts, folder: Path) -> _Made:
+            without, checkpointed = parameters_without_memory(), planned.plan.work.checkpointed
+            model = source.build(dtype=parts.dtype, context=without, checkpointed=checkpointed).model
+            uses = without_values(model, dtype=parts.dtype, place=parts.device.place)
             for key, value in source.buffers().items():
                 set_buffer(model, key, value.to(parts.device.place))
-            save_model_config(source, record.model, dtype=parts.dtype, end_of_text=None)
-            weights = ((key, value.to(parts.dtype), value) for key, value in source.weights())
-            offloaded = _offloaded(model, parameters, weights, parts, planned.config.train.seed, stack)
-            if home := work.inputs_away:
-                offloaded.keep_inputs(inputs_of(work), on_drives=home == "nvme")
-            opened = stack.pop_all()
-            return Session(model, offloaded, plan=planned.plan, record=record, from_config=True, opened=opened)
+            save_model_config(source, folder, dtype=parts.dtype, end_of_text=None)
+            return model, uses, source.weights(), True
+
+        return _session(planned, made, say=say)
 
 
 def offload(
@@ -255,9 +250,9 @@ def offload(
         say = _joined(say)
         here = sum(p.nbytes for p in parameters.values() if p.device.type == "cpu")
         planned = _planned(config, source, say=say, moves=here)
-        with ExitStack() as stack:
-            parts, record = _opened(planned, stack, say=say)
-            from_config = _keep_configuration(module, record.model)
+
+        def made(parts: EngineParts, folder: Path) -> _Made:
+            from_config = _keep_configuration(module, folder)
             held = {name: parameter.detach() for name, parameter in parameters.items()}
             if parts.node.rank:
                 held.clear()  # all ranks get the weights of rank 0
@@ -266,11 +261,10 @@ def offload(
             for part in module.modules():
                 for key, buffer in part._buffers.items():
                     part._buffers[key] = None if buffer is None else buffer.to(parts.device.place)
-            weights = ((name, held[name].to(parts.dtype), held.pop(name)) for name in parameters)
             uses = {name: [parameter] for name, parameter in parameters.items()}
-            offloaded = _offloaded(module, uses, weights, parts, planned.config.train.seed, stack)
-            plan, opened = planned.plan, stack.pop_all()
-            return Session(module, offloaded, plan=plan, record=record, from_config=from_config, opened=opened)
+            return module, uses, ((name, held.pop(name)) for name in parameters), from_config
+
+        return _session(planned, made, say=say)
 
 
 def _joined(say: Say) -> Say:
@@ -297,7 +291,7 @@ def _joined(say: Say) -> Say:
     return say if place_here()[0] == 0 else lambda line: None
 
 
-# -- planning --------------------------------------------------------------------------------------------------------
+# -- planning and building --------------------------------------------------------------------------------------------
 
 
 def _planned(config: TrainConfig, source: Any, *, say: Say, moves: int = 0) -> Planned:
@@ -356,25 +350,40 @@ def memory_in_use(machine: MachineProfile, *, moves: int) -> tuple[int, int]:
     return counted, beside
 
 
-def _opened(planned: Planned, stack: ExitStack, *, say: Say) -> tuple[EngineParts, RunRecord]:
-    """Lease directories on the drives and open device, drives and kernels, which `stack` closes.
+# A module, its parameters by weight name, (name, initial master) of each, and whether transformers builds the module
+# from the configuration that was written
+_Made = tuple[nn.Module, dict[str, list[nn.Parameter]], Iterator[tuple[str, torch.Tensor]], bool]
 
-    Return them and the metadata of saves, with an empty directory for the model's configuration, which is copied into
-    each save.
+
+def _session(planned: Planned, made: Callable[[EngineParts, Path], _Made], *, say: Say) -> Session:
+    """Open device, drives and kernels, and place the weights of the module that `made` returns.
+
+    `made` also writes the model's configuration to the directory that it gets, which is copied into each save.
     """
     set_malloc_threshold("tiered")
     plan, work = planned.plan, planned.plan.work
     drives = [Path(drive).expanduser() for drive in planned.config.placement.nvme] if plan.uses_drives else []
-    places = lease_drives(drives, stack, say=say)
-    assert isinstance(plan.sizes, TierSizes)
-    once = tuple(replace(weight, uses=1) for weight in work.shape.weights)  # one parameter object each
-    one_use = replace(work, shape=replace(work.shape, weights=once))
-    parts = open_parts(one_use, plan.placement, plan.sizes, places, stack=stack, say=say)
-    # a subdirectory, so that the scratch directory's lock file is not copied with it
-    folder = stack.enter_context(scratch("offload-trainer-session-")) / "model"
-    folder.mkdir()
-    identity = {"session": True, CONFIG: planned.source.identity.get(CONFIG)}
-    return parts, record_of(planned, identity=identity, model=folder)
+    with ExitStack() as stack:
+        places = lease_drives(drives, stack, say=say)
+        assert isinstance(plan.sizes, TierSizes)
+        once = tuple(replace(weight, uses=1) for weight in work.shape.weights)  # one parameter object each
+        one_use = replace(work, shape=replace(work.shape, weights=once))
+        parts = open_parts(one_use, plan.placement, plan.sizes, places, stack=stack, say=say)
+        # a subdirectory, so that the scratch directory's lock file is not copied with it
+        folder = stack.enter_context(scratch("offload-trainer-session-")) / "model"
+        folder.mkdir()
+        identity = {"session": True, CONFIG: planned.source.identity.get(CONFIG)}
+        record = record_of(planned, identity=identity, model=folder)
+        model, uses, masters, from_config = made(parts, folder)
+        offloaded = OffloadedModel(model, uses, parts, seed=planned.config.train.seed)
+        stack.callback(offloaded.close)
+        offloaded.adds_up = parts.gradient_dtype is torch.float32
+        offloaded.put((name, master.to(parts.dtype), master) for name, master in masters)
+        return_now()
+        if home := work.inputs_away:
+            offloaded.keep_inputs(inputs_of(work), on_drives=home == "nvme")
+        opened = stack.pop_all()
+        return Session(model, offloaded, plan=plan, record=record, from_config=from_config, opened=opened)
 
 
 # -- the shape of a module in memory ---------------------------------------------------------------------------------
@@ -428,25 +437,6 @@ def _told(module: nn.Module, key: str) -> int | None:
     text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     found = getattr(text, key, None)
     return found if isinstance(found, int) else None
-
-
-# -- building --------------------------------------------------------------------------------------------------------
-
-
-def _offloaded(
-    model: nn.Module,
-    parameters: dict[str, list[nn.Parameter]],
-    weights: Iterator[tuple[str, torch.Tensor, torch.Tensor]],
-    parts: EngineParts,
-    seed: int,
-    stack: ExitStack,
-) -> OffloadedModel:
-    offloaded = OffloadedModel(model, parameters, parts, seed=seed)
-    stack.callback(offloaded.close)
-    offloaded.adds_up = parts.gradient_dtype is torch.float32
-    offloaded.put(weights)
-    return_now()
-    return offloaded
 
 
 def _refuse_unusable(module: nn.Module) -> None:

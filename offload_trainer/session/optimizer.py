@@ -13,11 +13,9 @@ torch's AdamW updates them. A save stores them in a separate directory, one file
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -56,7 +54,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], *, session: Session, rule: UpdateRule, defaults: dict[str, Any]) -> None:
         """Take the parameters or groups, as torch.optim.Optimizer does, and `defaults` for options that they lack."""
-        self.rule, self._session, self._saved_apart = rule, session, False
+        self.rule, self._session = rule, session
+        # The caller saves the moments of offloaded parameters with the session; state dicts are silently without them.
+        self.saved_apart = False
         super().__init__(params, defaults)
 
     @property
@@ -101,7 +101,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         It must work before the first step, because accelerate calls it and loads the result in `prepare`.
         """
-        if (steps := self._session._offloaded.steps_done) and not self._saved_apart:
+        if (steps := self._session._offloaded.steps_done) and not self.saved_apart:
             raise UserError(
                 f"the optimizer's state_dict() would have no moments of the offloaded weights after {steps} "
                 f"steps: {_SAVES}. Give the optimizer to accelerator.prepare() before session.resume()"
@@ -119,19 +119,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         held = [saved.get(number) for number, kinds in state_dict["state"].items() if kinds]
         given = sum(isinstance(parameter, OffloadedParameter) for parameter in held)
         steps = self._session._offloaded.steps_done
-        if (given or steps) and not self._saved_apart:
+        if (given or steps) and not self.saved_apart:
             has = f"has the state of {given} offloaded weights" if given else "has no state of the offloaded weights"
             raise UserError(
                 f"load_state_dict(): the given state {has}, the session's optimizer has {steps} steps: {_SAVES}"
             )
         super().load_state_dict(state_dict)
-
-    def saved_apart(self) -> AbstractContextManager[object]:
-        """Within this context, state_dict() and load_state_dict() omit the moments of offloaded parameters silently.
-
-        The caller must save and load them with the session's `save` and `resume`.
-        """
-        return patch.object(self, "_saved_apart", True)
 
 
 def with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

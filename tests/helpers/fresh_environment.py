@@ -39,28 +39,22 @@ def fresh_environment(place: Path, *, tools: str = TOOLS) -> dict[str, str]:
     return {name: value for name, value in given.items() if name not in ("PYTHONPATH", "CXX")}
 
 
-def installed_environment(
-    place: Path, *requirements: str, alone: tuple[str, ...] = (), only_torch: bool = True
-) -> dict[str, str]:
-    """Create an environment with this interpreter's libraries, or its torch only, and what pip downloads: the
-    requirements, and `alone` without theirs.
+def installed_environment(place: Path, *requirements: str) -> dict[str, str]:
+    """Create an environment with this interpreter's torch, and the requirements, which pip downloads.
 
     Return the variables of its processes. Skip the test if pip finds no package index.
     """
     there = fresh_environment(place)
-    if only_torch:
-        (site,) = (place / "venv/lib").glob("python3*/site-packages")
-        (site / "libraries.pth").unlink()
-        for found in Path(sysconfig.get_path("purelib")).iterdir():
-            if found.name.startswith(("torch", "functorch", "nvidia", "triton")):
-                (site / found.name).symlink_to(found)
+    (site,) = (place / "venv/lib").glob("python3*/site-packages")
+    (site / "libraries.pth").unlink()
+    for found in Path(sysconfig.get_path("purelib")).iterdir():
+        if found.name.startswith(("torch", "functorch", "nvidia", "triton")):
+            (site / found.name).symlink_to(found)
     online = {name: value for name, value in there.items() if name not in ("PIP_NO_INDEX", "PIP_NO_BUILD_ISOLATION")}
     pip = ["python", "-m", "pip", "install", "--quiet", "--no-compile", "--only-binary", ":all:"]
-    for words in ((f"torch=={torch.__version__}", *requirements), ("--no-deps", *alone) if alone else ()):
-        if not words:
-            continue
-        done = subprocess.run([*pip, *words], env=online, capture_output=True, text=True, check=False)
-        if done.returncode and "No matching distribution" in done.stderr:
-            pytest.skip(f"pip finds none of these here: {done.stderr[-300:]}")
-        assert done.returncode == 0, done.stderr
+    words = [*pip, f"torch=={torch.__version__}", *requirements]
+    done = subprocess.run(words, env=online, capture_output=True, text=True, check=False)
+    if done.returncode and "No matching distribution" in done.stderr:
+        pytest.skip(f"pip finds none of these here: {done.stderr[-300:]}")
+    assert done.returncode == 0, done.stderr
     return there

@@ -1,16 +1,6 @@
-"""Set up transformers' Trainer, stock or offloaded, on a small model and fixed rows.
+"""Set up transformers' Trainer, stock or offloaded, on a small model and fixed rows."""
 
-As a script it runs a training with weights and state on the drive, and prints its plan and peak of host memory as JSON:
-
-    hf_trainers.py WHAT FOLDER OUTPUT DRIVE
-
-WHAT: `trainer` trains all of the model in FOLDER with a Trainer; `loop` trains adapters on it without one. The peak is
-of anonymous memory, sampled every few milliseconds.
-"""
-
-import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from forked_child import watched_memory
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Trainer, TrainingArguments
 
@@ -126,47 +115,3 @@ def loaded(folder: Path, drive: Path, *, home: str = "drive", **keys: Any) -> It
 
 def ours(model: PreTrainedModel, output: Path, **changes: Any) -> Trainer:
     return Ours(model, arguments(output, **changes), train_dataset=rows(48), eval_dataset=rows(6))
-
-
-# -- measured ----------------------------------------------------------------------------------------------------------
-
-
-def train_by_hand(model: Any, output: str) -> None:
-    """Train adapters in a hand-written loop, save them, and export the model merged and the adapters alone."""
-    from peft import LoraConfig, get_peft_model
-
-    model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
-    session, data = session_of(model), rows(16)
-    optimizer = session.adamw(model.parameters(), lr=1e-2)
-    for number in range(0, 16, 2):
-        with session.micro_batch(last=number % 4 == 2):
-            pair = {key: torch.stack([row[key] for row in data[number : number + 2]]) for key in data[0]}
-            (model(**pair).loss / 2).backward()
-        if number % 4 == 2:
-            session.clip_grad_norm_(1.0)
-            optimizer.step()
-        if number % 8 == 6:
-            session.save(f"{output}/save")
-    session.export(f"{output}/merged")
-    model.save_pretrained(f"{output}/apart")
-
-
-def measure(what: str, folder: str, output: str, drive: str) -> None:
-    keys = {"freeze": ["."]} if what == "loop" else {"ram_fraction": 0.0, "gradients": "nvme", "page_size": 1 << 18}
-    sizes = {"seq_len": 24, "micro_batch_size": 2, "gradient_accumulation_steps": 2}
-    peak = watched_memory()
-    model = load(folder, nvme=drive, params="nvme", **sizes, **keys)
-    session = session_of(model)
-    if what == "loop":
-        train_by_hand(model, output)
-    else:
-        trainer = ours(model, Path(output), max_steps=4, save_steps=2, eval_steps=2, warmup_steps=0)
-        trainer.train()
-        trainer.save_model(output + "/final")
-    needs = sum(item.bytes for item in session.plan.items if item.tier == "ram")
-    session.close()
-    print(json.dumps({"plan": needs, "peak": peak()}))
-
-
-if __name__ == "__main__":
-    measure(*sys.argv[1:])

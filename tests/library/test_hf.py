@@ -296,12 +296,12 @@ def test_wrong_arguments_are_refused(words: dict[str, Any], message: str, untrai
 
 
 def test_mixed_precision_of_the_environment_is_refused(
-    folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    untrained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`accelerate launch --mixed_precision bf16` sets the variable, and the arguments' bf16 stays False."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    with loaded(folder, drive) as model, pytest.raises(UserError, match=r"ACCELERATE_MIXED_PRECISION=bf16: .*autocast"):
-        ours(model, tmp_path, use_cpu=True)
+    with pytest.raises(UserError, match=r"ACCELERATE_MIXED_PRECISION=bf16: .*autocast"):
+        ours(untrained, tmp_path, use_cpu=True)
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory")
@@ -330,26 +330,6 @@ def test_saving_a_model_that_is_not_transformers_is_refused(drive: Path, tmp_pat
 
 
 # -- switches ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_neftune(folder: Path, reference: tuple[list[dict[str, Any]], Path], drive: Path, tmp_path: Path) -> None:
-    """Noise on the embeddings is drawn as in the stock Trainer, not in evaluations, and its hook is removed."""
-    words: dict[str, Any] = {"max_steps": 6, "eval_steps": 3, "save_strategy": "no", "neftune_noise_alpha": 5.0}
-    expected = stock(folder, tmp_path / "stock", **words)
-    expected.train()
-    assert told(expected)[0]["loss"] != reference[0][0]["loss"]
-    with loaded(folder, drive) as model:
-        embeddings = model.get_input_embeddings()
-        before = len(embeddings._forward_hooks)
-        trainer = ours(model, tmp_path / "ours", **words)
-        trainer.train()
-        assert told(trainer) == told(expected)
-        assert len(embeddings._forward_hooks) == before
-        assert not hasattr(embeddings, "neftune_noise_alpha")
-        trainer.save_model()
-    expected.save_model()
-    assert_same(weights(tmp_path / "ours"), weights(tmp_path / "stock"))
 
 
 class Hub:

@@ -221,6 +221,9 @@ def test_which_class_a_name_stands_for(tmp_path: Path) -> None:
     assert name("both", image_patches=0) == "Qwen3_5ForCausalLM"
     assert name("images", image_patches="auto") == name("images", image_patches=0) == "LlavaForConditionalGeneration"
     assert resolved(tmp_path / "images", image_patches=0).shape.images is None
+    # Mistral 4 is a causal language model, which transformers lists among the image-text models only.
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral4"}))
+    assert resolved(tmp_path, image_patches="auto").shape.images is None
 
 
 @pytest.mark.slow
@@ -289,14 +292,6 @@ def test_the_command_trains_on_text_alone(models: Callable[[str], Any], drive: P
     refused = call(*words, "--data", tmp_path / "talk.jsonl", output=tmp_path / "refused", check=False)
     assert refused.code == 2
     assert "line 1: message 1 holds something other than text: this command trains on text alone" in refused.text
-
-
-@pytest.mark.slow
-def test_a_class_that_reads_no_images_trains_on_text(tmp_path: Path) -> None:
-    """Mistral 4 is a causal language model, which transformers lists among the image-text models only."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral4"}))
-    for patches in (0, "auto"):
-        assert resolved(tmp_path, image_patches=patches).shape.images is None
 
 
 # -- what a plan counts -----------------------------------------------------------------------------------------------

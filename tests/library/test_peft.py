@@ -179,30 +179,23 @@ def test_what_a_save_holds(save: Path, folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"r": 8}, r"lora_A\.default\.weight: it has .*4, 64.*, this run .*8, 64"),
-        (None, "it has .*, this run none"),
-        ({"model": 5}, "made with other weights"),
-    ],
-    ids=["shape", "none", "another base"],
-)
-def test_other_adapters_and_another_base_are_refused(
-    changes: dict[str, Any] | None, message: str, save: Path, folder: Path, drive: Path, tmp_path: Path
-) -> None:
-    changes = changes if changes is None else dict(changes)
-    if changes and changes.pop("model", None):
-        folder = tmp_path / "other"
-        model_folder(folder, initializer_range=0.03)
-    with opened(folder, drive, freeze=FROZEN if changes is not None else ALL_BUT_NORMS) as session:
-        model = session.model if changes is None else adapted(session.model, **changes)
-        optimizer = session.adamw(model.parameters())
-        before = adapters_of(model)
-        with pytest.raises(ot.UserError, match=message):
-            session.resume(save)
-        assert_same(adapters_of(model), before)
-        assert not any(optimizer.state.values())
+def test_other_adapters_and_another_base_are_refused(save: Path, folder: Path, drive: Path, tmp_path: Path) -> None:
+    other = model_folder(tmp_path / "other", initializer_range=0.03)
+    cases: tuple[tuple[Path, str, dict[str, Any] | None, str], ...] = (
+        (folder, "model", {"r": 8}, r"lora_A\.default\.weight: it has .*4, 64.*, this run .*8, 64"),
+        (folder, "model", None, "it has .*, this run none"),
+        (other, "model", {}, "made with other weights"),
+        (folder, "nf4", {}, "another dtype or base"),
+    )
+    for place, base, changes, message in cases:
+        with opened(place, drive, base, freeze=ALL_BUT_NORMS if changes is None else FROZEN) as session:
+            model = session.model if changes is None else adapted(session.model, **changes)
+            optimizer = session.adamw(model.parameters())
+            before = adapters_of(model)
+            with pytest.raises(ot.UserError, match=message):
+                session.resume(save)
+            assert_same(adapters_of(model), before)
+            assert not any(optimizer.state.values())
 
 
 # -- a step ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hf_trainers import model_folder, rows
 from seen_calls import calls_of
-from session_loop import adapted, one_cycle, opened, rounded, trained
+from session_loop import adapted, opened, rounded
 from small_architectures import ARCHITECTURES, reference
 
 import offload_trainer as ot
@@ -166,25 +166,6 @@ def test_linear_layers_and_experts_are_quantised(kind: str, drive: Path, tmp_pat
         inputs = torch.arange(2 * 16).view(2, 16) % 97
         with torch.no_grad():
             assert torch.equal(session.model.eval()(inputs).logits, model(inputs).logits)
-
-
-# -- saves ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_save_holds_no_base_and_another_base_is_refused(folder: Path, drive: Path, tmp_path: Path) -> None:
-    for base in BASES:
-        with opened(folder, drive, base) as session:
-            model = adapted(session.model)
-            optimizer = session.adamw(model.parameters(), lr=1e-2)
-            scheduler = one_cycle(optimizer)
-            if base == "nf4":
-                list(trained(model, optimizer, scheduler, session=session, steps=1))
-                session.save(tmp_path / "save", scheduler)
-                continue
-            with pytest.raises(ot.UserError, match="another dtype or base"):
-                session.resume(tmp_path / "save", scheduler)
-    assert not any("q_proj.weight" in path.read_text("latin-1") for path in (tmp_path / "save").rglob("*.safetensors"))
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

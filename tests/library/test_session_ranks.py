@@ -67,11 +67,9 @@ def _grpo(model: Any, output: Path, base: type) -> Any:
     )
 
 
-# The stock trainer, the function that makes one, and where the weights are. `again` resumes from a checkpoint of
-# `trainer`.
+# The stock trainer, the function that makes one, and where the weights are
 KINDS: dict[str, tuple[type, Callable[..., Any], str]] = {
     "trainer": (Trainer, partial(_trainer, gradient_accumulation_steps=1), "drive"),
-    "again": (Trainer, partial(_trainer, gradient_accumulation_steps=1), "drive"),
     "accumulated": (Trainer, partial(_trainer, gradient_accumulation_steps=ACCUMULATE), "resident"),
     "adapters": (DPOTrainer, _adapters, "resident"),
     "grpo": (GRPOTrainer, _grpo, "resident"),
@@ -136,8 +134,6 @@ def be_a_rank(folder: Path, output: Path, drive: Path) -> None:
     is stock or ours.
     """
     for who, (kind, (stock, make, home)) in product(("stock", "ours"), KINDS.items()):
-        if (who, kind) == ("stock", "again"):
-            continue
         place = output / who / kind
         place.mkdir(parents=True, exist_ok=True)
         keys: dict[str, Any] = {"freeze": ["."]} if kind == "adapters" else {}
@@ -147,7 +143,7 @@ def be_a_rank(folder: Path, output: Path, drive: Path) -> None:
             else loaded(folder, drive, home=home, seq_len=64, micro_batch_size=4, **keys)
         ) as model:
             trainer = make(model, place, stock if who == "stock" else type("Ours", (Offloaded, stock), {}))
-            trainer.train(resume_from_checkpoint=f"{output}/{who}/trainer/checkpoint-3" if kind == "again" else None)
+            trainer.train()
             trainer.save_model(str(place / "final"))
             if trainer.is_world_process_zero():
                 (place / "told.json").write_text(json.dumps(log_of(trainer)))
@@ -184,12 +180,6 @@ def test_logs_and_weights_are_those_of_two_stock_ranks(kind: str, trained: Path)
     assert told(ours) == told(stock)
     name = "adapter_model.safetensors" if kind == "adapters" else "model.safetensors"
     assert_same(*(dict(load_file(place / "final" / name)) for place in (ours, stock)))
-
-
-def test_resumed(trained: Path) -> None:
-    again, whole = trained / "ours/again", trained / "ours/trainer"
-    assert told(again)[:-1] == told(whole)[:-1]  # the last entry has the mean loss since the start
-    assert_same(weights(again / "final"), weights(whole / "final"))
 
 
 def test_accumulated(trained: Path) -> None:

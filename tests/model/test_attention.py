@@ -60,26 +60,15 @@ def test_torch_decides_which_heads_the_card_supports(
 ) -> None:
     """torch refuses both kernels below sm_80, in fp32, and for heads too large for some cards."""
     asked: list[Any] = []
-
-    def params(*given: Any) -> tuple[Any, ...]:
-        asked.append(given)
-        return given
-
-    monkeypatch.setattr(attention.cuda, "SDPAParams", params)
+    monkeypatch.setattr(attention.cuda, "SDPAParams", lambda *given: asked.append(given))
     monkeypatch.setattr(attention.cuda, "can_use_flash_attention", lambda _: flash)
     monkeypatch.setattr(attention.cuda, "can_use_cudnn_attention", lambda _: cudnn)
     monkeypatch.setattr(attention, "_WHOLE", {})
-    about = {
-        "shape": (1, 4, 8, 16),
-        "stride": lambda: (512, 128, 16, 1),
-        "dtype": torch.bfloat16,
-        "requires_grad": True,
-    }
-    query, key = SimpleNamespace(is_cuda=True, **about), SimpleNamespace(**about)
+    about = {"is_cuda": True, "stride": lambda: (512, 128, 16, 1), "dtype": torch.bfloat16, "requires_grad": True}
+    query, key, wider = (SimpleNamespace(shape=(1, heads, 8, 16), **about) for heads in (4, 4, 2))
     for _ in range(2):  # torch is asked once
         assert attention.needs_whole_heads(query, key, key, dropout=0.1) == needs  # type: ignore[arg-type]
     assert asked == [(query, key, key, None, 0.1, True, True)]
-    wider = SimpleNamespace(**about | {"shape": (1, 2, 8, 16)})
     attention.needs_whole_heads(query, wider, key, dropout=0.1)  # type: ignore[arg-type]
     assert len(asked) == 2
 

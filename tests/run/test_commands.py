@@ -21,7 +21,7 @@ from offload_trainer.settings import load_config
 ROOT = Path(__file__).resolve().parents[2]
 # Configurations; other tests run copies of the scripts and of the batch file.
 NAMES = [recipe.name for recipe in recipes() if recipe.run.startswith(f"offload-train configs/{recipe.file}")]
-ALL = sorted([*NAMES, "dpo", "llama_factory", "ms_swift", "qlora", "slurm"])
+ALL = sorted([*NAMES, "dpo", "qlora", "slurm"])
 
 
 @pytest.fixture(autouse=True)

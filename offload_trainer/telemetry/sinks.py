@@ -29,13 +29,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from offload_trainer.errors import TrainerError, UserError, reason
+from offload_trainer.packages import lacks, version_of
 from offload_trainer.safe_files import Steps, lenient_record, one_line, open_given, parsed, read_back
 from offload_trainer.storage.atomic_io import open_to_append, write_bytes, write_text
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
@@ -246,8 +246,6 @@ def _four_digits(value: float | None) -> str:
 Numbers = dict[str, float]
 # A tracker that has started: its id of the run, with which it resumes, what logs the numbers of a step, what ends it.
 Started = tuple[str, Callable[[Numbers, int], object], Callable[[], object]]
-# Starts a tracker of a run directory: its configuration as section.key: value, the steps done before, the known id.
-Begin = Callable[[Path, Mapping[str, Any], int, str | None], Started]
 
 _PROJECT = "offload-trainer"
 _LAST = 60.0  # seconds to wait at the end of a run for records that a tracker has queued
@@ -276,7 +274,7 @@ class Trackers:
             fix = "Remove it: trackers then begin another run for the rest of this one"
             known = read_back(memory, dict[str, str], fix=fix)
         for name in dict.fromkeys(names):
-            _, begin, fix = _KINDS[name]
+            begin, fix = _KINDS[name]
             try:
                 self._trackers[name] = begin(directory, config, done, known.get(name))
             except Exception as error:  # errors of a library, a network or an account
@@ -315,16 +313,10 @@ class Trackers:
 
 
 def refuse_missing(names: Sequence[str]) -> None:
-    """Raise UserError if one of these trackers cannot be imported. No other tracker is imported."""
+    """Raise UserError if one of these trackers is not installed. None is imported."""
     for name in names:
-        try:
-            module, _, attribute = _KINDS[name][0].rpartition(".")
-            if not hasattr(import_module(module), attribute):  # a directory of that name, such as wandb/ of runs
-                raise ImportError(f"{module} is not installed; a directory of that name is found instead")
-        except ImportError as error:
-            raise UserError(
-                f"save.trackers={name}: {one_line(error)}. Install it: pip install 'offload-trainer[{name}]'"
-            ) from error
+        if version_of(name) is None:  # a module can be found where a directory has its name, such as wandb/ of runs
+            raise UserError(lacks(f"save.trackers={name}", name))
 
 
 def _tensorboard(directory: Path, _: Mapping[str, Any], done: int, __: str | None) -> Started:
@@ -371,11 +363,11 @@ def _trackio(directory: Path, config: Mapping[str, Any], _: int, identity: str |
     return identity, lambda numbers, step: began.log(numbers, step=step), began.finish
 
 
-_BOARD, _LOOK = "torch.utils.tensorboard.SummaryWriter", "Look at the run directory, or leave it out"
 _OFFLINE = "`wandb login`, or WANDB_MODE=offline, which writes to the run directory alone (`wandb sync` sends that)"
-# A name that its module has; what starts the tracker; advice for the user if it cannot start.
-_KINDS: dict[str, tuple[str, Begin, str]] = {
-    "tensorboard": (_BOARD, _tensorboard, _LOOK),
-    "wandb": ("wandb.init", _wandb, _OFFLINE),
-    "trackio": ("trackio.init", _trackio, "Name another TRACKIO_DIR, or leave it out"),
+# What starts a tracker: of a run directory, its configuration as section.key: value, the steps done before, and the
+# known id. Then advice for the user if it cannot start.
+_KINDS: dict[str, tuple[Callable[[Path, Mapping[str, Any], int, str | None], Started], str]] = {
+    "tensorboard": (_tensorboard, "Look at the run directory, or leave it out"),
+    "wandb": (_wandb, _OFFLINE),
+    "trackio": (_trackio, "Name another TRACKIO_DIR, or leave it out"),
 }

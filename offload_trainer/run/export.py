@@ -25,7 +25,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,8 @@ from offload_trainer.storage.tensorfile import (
     describe_invalid_values,
 )
 from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
-from offload_trainer.units import format_bytes, format_count, format_seconds
+from offload_trainer.telemetry.report import in_words, results
+from offload_trainer.units import format_bytes
 from offload_trainer.units import shown as printable
 
 NamedTensor = tuple[str, torch.Tensor]
@@ -80,7 +80,7 @@ class Source:
     read: Callable[[str], torch.Tensor]  # read one of them, any number of times
     model: Path  # directory with config.json and the tokenizer
     description: str  # what messages call the source
-    card: Callable[[str], str]  # the model card for a dtype
+    card: Callable[[str], str] = lambda dtype: ""  # the model card for a dtype
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # exported in their own dtypes
     own_names: bool = False  # exported in one file under these names, for a model that transformers does not build
     weights: Callable[[], Iterator[NamedTensor]] | None = None  # yields all but the buffers, if not `read` one by one
@@ -168,9 +168,7 @@ def opened(path: Path) -> Iterator[Source]:
                 source,
                 model=path / "model",
                 description=f"{path / 'export'}, after step {ended.step}",
-                card=lambda dtype: model_card(
-                    path, dtype=dtype, source=f"the run after step {ended.step}", run=ended.run, step=ended.step
-                ),
+                card=_card_of(path, f"the run after step {ended.step}", ended.run, ended.step),
             )
         return
     try:
@@ -195,21 +193,15 @@ def opened(path: Path) -> Iterator[Source]:
             if (held := checkpoint / f"{name}.safetensors").exists()
         ]
         places = {name: file for file in files for name in file.entries}
+        run = read_back(checkpoint / MADE, RunConfiguration, fix="Export another checkpoint of the run")
         source = Source(
             shapes={name: file.entries[name].shape for name, file in places.items()},
             read=lambda name: places[name].read(name),
             model=checkpoint / "model",
             description=str(checkpoint),
-            card=partial(_checkpoint_card, checkpoint),
+            card=_card_of(checkpoint.parent.parent, checkpoint.name, run, read_state(checkpoint).step),
         )
         yield source.with_buffers()
-
-
-def _checkpoint_card(checkpoint: Path, dtype: str) -> str:
-    """Return the card of a checkpoint, with the metrics of its run directory if it is still inside one."""
-    run = read_back(checkpoint / MADE, RunConfiguration, fix="Export another checkpoint of the run")
-    step = read_state(checkpoint).step
-    return model_card(checkpoint.parent.parent, dtype=dtype, source=checkpoint.name, run=run, step=step)
 
 
 @contextmanager
@@ -224,7 +216,6 @@ def opened_model(directory: Path) -> Iterator[Source]:
             read=found.read,
             model=directory,
             description=str(directory),
-            card=lambda dtype: "",
         )
         yield source.with_buffers(dict(found.each(found.buffers)))
 
@@ -234,12 +225,9 @@ def _page_files(directory: Path) -> Source:
     if not os.path.isfile(stored.model / "config.json"):
         raise UserError(f"{directory}: its model was in {shown(str(stored.model))}, which holds no config.json now")
     text, run = f"{directory}, after update {stored.step}", stored.model.parent
-
-    def card(dtype: str) -> str:
-        updates = [row.step for row in read_metrics(run / "metrics.jsonl") if not row.skipped]
-        step = next(iter(updates[stored.step - 1 : stored.step]), stored.step)
-        return model_card(run, dtype=dtype, source=text, run=RunConfiguration({}), step=step)
-
+    updates = [row.step for row in read_metrics(run / "metrics.jsonl") if not row.skipped]
+    step = next(iter(updates[stored.step - 1 : stored.step]), stored.step)
+    card = _card_of(run, text, RunConfiguration({}), step)
     return Source(shapes=stored.shapes, read=stored.read, model=stored.model, description=text, card=card)
 
 
@@ -251,48 +239,39 @@ tags:
 - offload-trainer
 ---
 """
-_OPTIM = ("name", "lr", "betas", "weight_decay", "max_grad_norm", "schedule", "moment_dtype")  # keys that a card shows
+# Settings and results that a card shows.
+_SET = ("model.dtype", "optim.master_dtype", "optim.name", "optim.lr", "optim.betas", "optim.weight_decay")
+_SET += ("optim.max_grad_norm", "optim.schedule", "optim.moment_dtype", "train.seed", "train.steps")
+_RESULTS = ("steps", "tokens", "training loss", "validation loss", "bits a byte", "a step")
 
 
-def model_card(run_directory: Path, *, dtype: str, source: str, run: RunConfiguration, step: int | None = None) -> str:
+def _card_of(run_directory: Path, source: str, run: RunConfiguration, step: int) -> Callable[[str], str]:
+    return lambda dtype: model_card(run_directory, dtype=dtype, source=source, run=run, step=step)
+
+
+def model_card(run_directory: Path, *, dtype: str, source: str, run: RunConfiguration, step: int) -> str:
     """Return the card's text. `run` is a checkpoint's record of its run.
 
     Metrics come from `run_directory` and end at `step`. Numbers that were not recorded are left out.
     """
-    model, optim, data, train = (run.config.get(section, {}) for section in ("model", "optim", "data", "train"))
-    base, paths = model.get("base", "model"), data.get("path")
-    facts: list[tuple[str, Any]] = [("Weights", f"{dtype}, from the masters of {source}")]
-    if run.config:
-        changed = f" ({model['overrides']})" if model.get("overrides") else ""
-        start = f"random weights{changed}" if run.random else "its weights"
-        facts += [
-            ("Model", f"{model.get('name')}, from {start}"),
-            ("Base", None if base == "model" else f"frozen matrices of blocks, rounded to {base}"),
-            ("Trained in", f"{model.get('dtype')}, masters in {optim.get('master_dtype', 'fp32')}"),
-            ("Text", ", ".join(Path(str(path)).name for path in paths) if isinstance(paths, list | tuple) else None),
-            ("Optimizer", ", ".join(f"{key}={optim.get(key)}" for key in _OPTIM)),
-            ("Seed", train.get("seed")),
-        ]
-    rows = read_metrics(run_directory / "metrics.jsonl")
-    rows = [row for row in rows if step is None or row.step <= step]
-    if rows:
-        last = rows[-1]
-        facts += [
-            ("Steps", f"{last.step}" + (f" of {train['steps']}" if "steps" in train else "")),
-            ("Tokens", f"{last.tokens} ({format_count(last.tokens)})"),
-            ("Loss of the last step", f"{last.loss:.4f}" if last.loss is not None else None),
-            ("Time in steps", format_seconds(sum(row.seconds for row in rows))),
-        ]
-    elif step is not None:
-        facts.append(("Steps", step))
-    seen = [e for e in read_evaluations(run_directory / "evaluations.jsonl") if step is None or e.step <= step]
-    if seen and seen[-1].validation_loss is not None:
-        bits = seen[-1].bits_per_byte
-        told = f"{seen[-1].validation_loss:.4f}" + (f" ({bits:.4f} bits a byte)" if bits is not None else "")
-        facts.append((f"Validation loss after step {seen[-1].step}", told))
-    if packages := run.environment.packages:
-        facts.append(("Made with", ", ".join(f"{name} {number}" for name, number in packages.items() if number)))
-    lines = [f"| {name} | {_plain(value)} |" for name, value in facts if value is not None]
+    model, paths = run.config.get("model", {}), run.config.get("data", {}).get("path")
+    changed = f" ({model['overrides']})" if model.get("overrides") else ""
+    start = f"random weights{changed}" if run.random else "its weights"
+    settings = {f"{section}.{key}": value for section, keys in run.config.items() for key, value in keys.items()}
+    rows = [row for row in read_metrics(run_directory / "metrics.jsonl") if row.step <= step]
+    seen = [one for one in read_evaluations(run_directory / "evaluations.jsonl") if one.step <= step]
+    found = {"steps": step} | results(rows, seen)
+    facts = {
+        "weights": f"{dtype}, from the masters of {source}",
+        "model": f"{model['name']}, from {start}" if "name" in model else None,
+        "text": ", ".join(Path(str(path)).name for path in paths) if isinstance(paths, list | tuple) else None,
+        **{key: settings.get(key) for key in _SET},
+        **{label: found.get(label) for label in _RESULTS},
+        "made with": ", ".join(f"{name} {number}" for name, number in run.environment.packages.items() if number),
+    }
+    lines = [
+        f"| {name} | {_plain(in_words(name, value))} |" for name, value in facts.items() if value not in (None, "")
+    ]
     title = Path(str(model.get("name", "Trained weights"))).name
     return f"{_HEAD}\n# {_plain(title)}\n\n| | |\n| --- | --- |\n" + "\n".join(lines) + "\n"
 
@@ -493,7 +472,7 @@ def write_final(
         read=dict[str, torch.Tensor]().__getitem__,  # a live engine gives each weight once
         model=output / "model",
         description=description,
-        card=lambda dtype: model_card(output, dtype=dtype, source=description, run=run, step=step),
+        card=_card_of(output, description, run, step),
     )
     place = output / "export"
     replaces = place.stat().st_ino if place.exists() else None

@@ -103,23 +103,14 @@ def test_contents_of_files_are_escaped_for_the_terminal(capsys: pytest.CaptureFi
 
 def test_a_card_shows_names_unchanged(tmp_path: Path) -> None:
     config = {
-        "model": {"name": f"a|b<img src=x>`{STEERING}", "dtype": "bf16", "overrides": {}, "base": "model"},
-        "optim": {
-            "name": "adamw",
-            "lr": 1.0,
-            "betas": [0.9, 0.9],
-            "weight_decay": 0.0,
-            "max_grad_norm": 1.0,
-            "schedule": "cosine",
-            "moment_dtype": "fp32",
-        },
-        "data": {"path": ["[x](y)\n| Seed | 7 |"]},
-        "train": {"steps": 3, "seed": 0},
+        "model": {"name": f"a|b<img src=x>`{STEERING}"},
+        "data": {"path": ["[x](y)\n| train.seed | 7 |"]},
+        "train": {"seed": 0},
     }
-    card = model_card(tmp_path, dtype="fp32", source="a run", run=RunConfiguration(config, random=True))
+    card = model_card(tmp_path, dtype="fp32", source="a run", run=RunConfiguration(config, random=True), step=3)
     assert "a\\|b\\<img src=x\\>\\`" in card
-    assert "\\[x\\](y) \\| Seed \\| 7 \\|" in card
-    assert card.count("| Seed |") == 1
+    assert "\\[x\\](y) \\| train.seed \\| 7 \\|" in card
+    assert card.count("| train.seed |") == 1
     assert all(letter.isprintable() for letter in card.replace("\n", ""))
 
 

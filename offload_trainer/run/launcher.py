@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 
 from offload_trainer.errors import LOST, STORE, UserError
 from offload_trainer.packages import is_installed, lacks
+from offload_trainer.run.signals import STOPPING
 
 LAUNCHER = "OFFLOAD_TRAINER_LAUNCHER"  # environment variable: the launcher's pid, which may exit before a rank looks
 
-_STOPPING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
-_STOPPED = {code for number in _STOPPING for code in (-number, 128 + number)}  # exit codes of ranks told to stop
+_STOPPED = {code for number in STOPPING for code in (-number, 128 + number)}  # exit codes of ranks told to stop
 _GRACE = 30.0  # seconds between SIGTERM and SIGKILL to ranks after another one, or their launcher, has ended
 _LOOK = 1.0  # seconds between checks: of the ranks when no signal arrives, and of the launcher
 ECHO = 5.0  # seconds within which a rank gets a signal twice: sent to it too, and passed on by its launcher
@@ -50,7 +50,7 @@ def start_ranks(words: Sequence[str], *, count: int, engine: str) -> None:
 
 def run_ranks(words: Sequence[str], *, count: int) -> int:
     """Run `count` ranks of `offload-train train WORDS` to their end; return the exit code."""
-    waited = {number for number in _STOPPING if signal.getsignal(number) != signal.SIG_IGN}  # SIGHUP under nohup
+    waited = {number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN}  # SIGHUP under nohup
     waited |= {signal.SIGCHLD, signal.SIGUSR1}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     ranks = _Ranks(waited, before)
@@ -91,7 +91,7 @@ class _Ranks:
             # Python leaves the number uninitialised if the launcher is stopped beyond the timeout.
             if number in self.waited - {signal.SIGCHLD}:
                 self._send(number)
-                if number in _STOPPING:
+                if number in STOPPING:
                     self.stopped = self.stopped or number
             for rank, process in list(self.living.items()):
                 if (code := process.poll()) is not None:
@@ -139,10 +139,11 @@ def _report_failure(failed: dict[int, int], words: Sequence[str], *, stopped: in
         why, code = f"rank {rank} was killed by {signal.Signals(-code).name}, and the run ended with it", 128 - code
     elif code == LOST:
         why, code = "the ranks lost each other", 1
+    elif code - 128 in {*signal.Signals}:
+        name = signal.Signals(code - 128).name
+        print(f"offload-train: rank {rank} was terminated by {name}, and the run ended with it", file=sys.stderr)
+        return code
     else:
-        if code - 128 in {*signal.Signals}:
-            name = signal.Signals(code - 128).name
-            print(f"offload-train: rank {rank} was terminated by {name}, and the run ended with it", file=sys.stderr)
         return code
     from offload_trainer.run.resume import resume_hint  # late: it imports torch
 

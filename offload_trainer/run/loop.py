@@ -94,9 +94,8 @@ def train(
 ) -> TrainState:
     """Train until the last step or a stop signal; return the final state, saved to a checkpoint if possible.
 
-    `begins`: the state to start from, which the engine holds, unless it is in `checkpoint`, which must be verified
-    already. Raises TrainerError for a non-finite gradient if `optim.on_nonfinite_grad` is `stop`; the weights are then
-    those of the previous step.
+    `begins`: the state to start from, which the engine holds, unless it is in the verified `checkpoint`. Raises
+    TrainerError for a non-finite gradient if `optim.on_nonfinite_grad` is `stop`; no weight is changed by that step.
     """
     state, every = begins or TrainState(step=0, tokens=0, data_position=0), job.train.eval_every
     if checkpoint is not None:
@@ -240,7 +239,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
 
 
 def _of_all_ranks(job: Job, moved: IoCount, *, tokens: int) -> tuple[IoCount, int]:
-    """Return drive traffic (None if a rank cannot count it) and tokens of all ranks; rows that they share count once."""
+    """Return drive traffic (None if a rank cannot count it) and tokens of all ranks; rows they share count once."""
     mine = (moved.read_bytes, moved.written_bytes, tokens)
     read, written, counts = zip(*all_gather_json(mine), strict=True)
     drive = IoCount(*(None if None in way else sum(way) for way in (read, written)))

@@ -250,7 +250,7 @@ def _telemetry(setup: Setup, *, done: int) -> Telemetry:
     if plan.forecast.behind and "update" in bounds:
         bounds["wait"] = bounds["update"]
     screen = Screen(setup.config.train.steps, initial=done, say=setup.log.say, bounds=bounds, drives=plan.uses_drives)
-    setup.log.above, setup.log.clear = screen.above, screen.clear
+    setup.log.clear, setup.log.live = screen.clear, screen.live
     trackers = None
     if names := save.trackers:
         sections = setup.record.run["config"].items()

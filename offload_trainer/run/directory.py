@@ -13,8 +13,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
 from typing import Any
@@ -50,14 +50,14 @@ _INSTANT = 1.0  # seconds to wait for the lock
 class Log:
     """Message log: writes to log.txt, once there is a run directory, and to stderr. Silent on ranks other than 0.
 
-    The file is written first, because stderr may block or be closed. `above` and `clear` are a Screen's, once there is
+    The file is written first, because stderr may block or be closed. `clear` and `live` are a Screen's, once there is
     one.
     """
 
     loud: bool
-    file: RawIOBase | None = field(default=None)
-    above: Callable[[], AbstractContextManager[None]] = nullcontext
+    file: RawIOBase | None = None
     clear: str = ""
+    live: Callable[[], str] = str
 
     @contextmanager
     def opened(self, output: Path) -> Iterator[None]:
@@ -71,8 +71,7 @@ class Log:
     def say(self, line: str) -> None:
         if self.loud:
             self.write(line)
-            with self.above():
-                print(shown(line), file=sys.stderr, flush=True)
+            print(f"{self.clear}{shown(line)}\n{self.live()}", end="", file=sys.stderr, flush=True)
 
     def say_now(self, line: str) -> None:
         """Log a line from a signal handler."""

@@ -9,7 +9,7 @@
 
 The live line names the phase that takes most of the step and what limits it:
 
-12/300 |#         | loss 3.1416  1.02 k tokens/s  update 62% (drive)  drive 1.9 GB/s  3 min 20 s left  ...
+12/300 |          | loss 3.1416  1.02 k tokens/s  3 min 20 s left  update 62% (drive)  drive 1.9 GB/s  ...
 
 Each tracker is an optional extra, and records are sent only to those in `save.trackers`. A tracker that cannot start is
 an error that prevents the run. One that fails later is dropped with one message, and never stops the training. A
@@ -27,12 +27,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.packages import lacks, version_of
@@ -45,8 +43,7 @@ _REPORT_EVERY = 10.0  # least seconds between two writes of report.html
 _REPORT_SHARE = 0.01  # longest share of the time that writing it may take
 _LEAST_MOVED = 1e6  # bytes per second; drive traffic below this is only logs
 _WINDOW = 20  # steps averaged for speeds and shares: an overlapped update makes one step long and the next short
-_LINE = "{n_fmt}/{total_fmt} |{bar:10}| {desc}"
-_BESIDES = len(_LINE.format(n_fmt="", total_fmt="", bar="", desc=""))  # its columns beside all numbers
+_REDRAW = 0.1  # least seconds between two live lines
 
 
 @lenient_record
@@ -154,8 +151,8 @@ class Screen:
 
     `total` and `initial` are the steps of the whole run and the steps already done. `bounds` gives the resource that
     each phase waits for, by the plan. `drives` is whether the run keeps state on drives; if not, their traffic is only
-    logs and checkpoints and is not shown. `say` receives the plain lines, at every twentieth of the run. What it prints
-    belongs into `above`, or behind `clear` if it comes from a signal handler.
+    logs and checkpoints and is not shown. `say` receives the plain lines. All that is printed follows `clear`, which
+    removes the live line, and is followed by `live()`, the line itself, if it is not printed by a signal handler.
     """
 
     def __init__(
@@ -164,23 +161,21 @@ class Screen:
         self._total, self._initial, self.say, self._bounds, self._drives = total, initial, say, bounds, drives
         self._recent = deque[StepRecord](maxlen=_WINDOW)
         self._started: float | None = None  # set at the first step, since a run's start-up is not part of its pace
-        self._bar: tqdm | None = None
-        if is_live():
-            self._bar = tqdm(total=total, initial=initial, file=sys.stderr, ncols=_columns(), bar_format=_LINE)
-        self.clear = "" if self._bar is None else "\r\033[K"  # removes the live line, which returns at the next step
+        self.clear, self._line, self._drawn = "\r\033[K" if is_live() else "", "", -math.inf
 
     def step(self, record: StepRecord) -> None:
         if self._started is None:
             self._started = time.monotonic() - record.seconds
         self._recent.append(record)
-        if self._bar is not None:
-            self._bar.ncols = columns = _columns()
-            room = None if columns is None else columns - _BESIDES - 2 * len(str(self._total))
-            self._bar.set_description_str(self._numbers(record, room=room), refresh=False)
-            self._bar.update(record.step - self._bar.n)
-            if record.step == self._total:
+        last = record.step == self._total
+        if self.clear and (last or time.monotonic() - self._drawn >= _REDRAW):
+            begin = f"{record.step}/{self._total} |{'#' * (10 * record.step // self._total):<10}| "
+            self._line = begin + self._numbers(record, room=_columns() - len(begin))
+            print(f"{self.clear}{self._line}", end="", file=sys.stderr, flush=True)
+            self._drawn = time.monotonic()
+            if last:
                 self.close()
-        elif record.step % max(1, self._total // 20) == 0 or record.step == self._total:
+        elif not self.clear and (last or record.step % max(1, self._total // 20) == 0):
             self.say(f"step {record.step}/{self._total}  {self._numbers(record)}")
 
     def seconds_left(self, step: int) -> float:
@@ -188,17 +183,17 @@ class Screen:
         elapsed = time.monotonic() - (self._started or 0.0)  # includes validations and saves
         return elapsed / (step - self._initial) * (self._total - step)
 
-    def above(self) -> AbstractContextManager[None]:
-        """Return a context for printing lines above the live one, if there is one."""
-        return nullcontext() if self._bar is None else tqdm.external_write_mode(file=sys.stderr)
+    def live(self) -> str:
+        """Return the live line; "" if there is none."""
+        return self._line
 
     def close(self) -> None:
-        """Close the live line and leave it on the screen."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        """Leave the live line on the screen and end it."""
+        if self._line:
+            print(file=sys.stderr)
+        self._line = ""
 
-    def _numbers(self, record: StepRecord, *, room: int | None = None) -> str:
+    def _numbers(self, record: StepRecord, *, room: float = math.inf) -> str:
         """Format a step's numbers, the most important first; those that do not fit `room` columns are left out."""
         seconds = sum(row.seconds for row in self._recent)
         speed = sum(row.tokens_per_second * row.seconds for row in self._recent) / seconds
@@ -220,16 +215,16 @@ class Screen:
             "skipped" if record.skipped else "",
         ]
         fields = list(filter(None, fields))
-        while room is not None and len(fields) > 1 and len("  ".join(fields)) > room:
+        while len(fields) > 1 and len("  ".join(fields)) > room:
             fields.pop()
         return "  ".join(fields)
 
 
-def _columns() -> int | None:
+def _columns() -> float:
     """Return the width of the live line: four columns less than stderr's terminal, which shows ^C behind it."""
     with suppress(OSError, ValueError):  # no terminal
-        return max(os.get_terminal_size(sys.stderr.fileno()).columns - 4, 1)
-    return None
+        return os.get_terminal_size(sys.stderr.fileno()).columns - 4
+    return math.inf
 
 
 def is_live() -> bool:

@@ -24,13 +24,14 @@ from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.model.loader import ModelSource, resolve_model, save_model_config
 from offload_trainer.optim.state_files import BlockingSnapshot, EngineState
 from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS, is_signed
-from offload_trainer.run.checkpoint import RunRecord, TrainState, checkpoint_of, finish_checkpoint
+from offload_trainer.ranks import ALONE
+from offload_trainer.run.checkpoint import RunRecord, TrainState, checkpoint_of, write_checkpoint
 from offload_trainer.run.directory import environment
 from offload_trainer.run.export import check_destination
 from offload_trainer.run.foreign import ForeignState, directories_of, opened
 from offload_trainer.run.loop import learning_rate
 from offload_trainer.safe_files import is_there
-from offload_trainer.storage.atomic_io import bytes_below, sync_directory
+from offload_trainer.storage.atomic_io import bytes_below
 from offload_trainer.storage.owned_dirs import replacing, scratch
 from offload_trainer.storage.tensorfile import DTYPES, describe_invalid_values
 
@@ -89,8 +90,6 @@ def import_checkpoint(source: Path, run: Path, config: TrainConfig, *, say: Call
         steps = state.steps or config.train.steps
         try:
             with replacing(run.absolute(), what=_WORK) as new, scratch("offload-trainer-import-") as place:
-                checkpoint = checkpoint_of(new / "checkpoints", state.step)
-                checkpoint.mkdir(parents=True)
                 save_model_config(of, place / "model", dtype=DTYPES[model.dtype], end_of_text=None)
                 if of.directory is not None and any(is_there(of.directory / name) for name in _TOKENIZERS):
                     tokenizer = load_tokenizer(str(of.directory), trust_remote_code=model.trust_remote_code)
@@ -98,8 +97,8 @@ def import_checkpoint(source: Path, run: Path, config: TrainConfig, *, say: Call
                 else:
                     say(f"note: {model.name} has no tokenizer: name one for the run with --tokenizer")
                 record = _record(state, of, config, steps=steps, model=place / "model")
-                _write_state(checkpoint, state, of, names=names, record=record)
-                sync_directory(new / "checkpoints")
+                final, train = checkpoint_of(new / "checkpoints", state.step), TrainState(state.step, 0, 0)
+                write_checkpoint(final, _snapshot(state, of, names=names), ALONE, state=train, record=record)
         except OSError as error:
             raise TrainerError(f"{run}: {reason(error)}; nothing is left there") from error
     made = checkpoint_of(run / "checkpoints", state.step)
@@ -135,10 +134,8 @@ def _record(state: ForeignState, of: ModelSource, config: TrainConfig, *, steps:
     )
 
 
-def _write_state(
-    checkpoint: Path, state: ForeignState, of: ModelSource, *, names: Mapping[str, str], record: RunRecord
-) -> None:
-    """Write masters, moments and frozen weights by name, then the other files of a checkpoint."""
+def _snapshot(state: ForeignState, of: ModelSource, *, names: Mapping[str, str]) -> BlockingSnapshot:
+    """Return masters, moments and frozen weights by the model's names."""
     trained = {w.name: w.shape for w in of.shape.weights if w.trainable}
     fixed = {w.name: (w.shape, DTYPES[of.section.dtype]) for w in of.shape.weights if not w.trainable}
 
@@ -157,8 +154,7 @@ def _write_state(
     engine = EngineState(most, weight_steps={name: count for name, count in counts.items() if count != most})
     if state.loss_scale:
         engine = replace(engine, loss_scale=state.loss_scale)
-    files = BlockingSnapshot(engine, trained, read, fixed, read_fixed).write(checkpoint)
-    finish_checkpoint(checkpoint, files, TrainState(step=state.step, tokens=0, data_position=0), record)
+    return BlockingSnapshot(engine, trained, read, fixed, read_fixed)
 
 
 def _rates(state: ForeignState, optim: OptimSection, *, steps: int) -> str:

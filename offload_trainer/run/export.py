@@ -131,10 +131,7 @@ class FinalExport:
 
 
 def final_export(run: Path) -> FinalExport | None:
-    """Return the record of the final weights in a run directory, or None if there are none.
-
-    Also returns None if the run was killed while writing them, so that RUN/export is still an earlier run's.
-    """
+    """Return the record of the final weights in a run directory; None if there are none, or if they are an older run's."""
     if not is_there(run / FINAL_RECORD) or not is_there(run / "export"):
         return None
     record = read_back(run / FINAL_RECORD, FinalExport, fix=f"Move it and {run / 'export'} away")
@@ -303,9 +300,8 @@ def write_model(
     """Write the weights of `source` in `dtype` (fp32, bf16 or fp16), and its buffers in their dtypes.
 
     `check`: read all headers and a sample of tensors back. With own names the configuration stays, and gets no card.
-
     Raises UserError for a destination that is not empty (unless `replace`), too little space, or values that do not fit
-    fp16, naming each. Raises TrainerError if the disk refuses or the check fails. An error leaves no partial export.
+    fp16, and TrainerError if the disk refuses or the check fails. An error leaves no partial export.
     """
     destination = destination.resolve()
     place = {name: number for number, name in enumerate(source.shapes)}
@@ -460,9 +456,9 @@ _ASIDE = {
 def write_final(
     weights: Iterator[NamedTensor], layout: Sequence[Weight], output: Path, *, record: RunRecord, step: int
 ) -> Path:
-    """Write a live engine's master weights, which come in the order of `layout` with the frozen ones last.
+    """Write a live engine's masters, in the order of `layout` with the frozen ones last, and return the directory.
 
-    Return the directory. Raises TrainerError if there is no room or the disk refuses.
+    Raises TrainerError if there is no room or the disk refuses.
     """
     order = sorted(layout, key=lambda weight: not weight.trainable)
     description, run = f"the run after step {step}", as_kind(dict(record.run), RunConfiguration)
@@ -488,8 +484,8 @@ def write_final(
 def done_before(output: Path, record: RunRecord, *, begins_at: int, restarts: bool, exports: bool) -> str | None:
     """Return a message if this run has already ended here and left its weights, or None if there are steps to train.
 
-    `begins_at` is the step that this start would resume from. `restarts` is set for `save.resume=never`. `exports` is
-    whether this run would write final weights. Raises UserError if it would overwrite the weights of another run.
+    `begins_at`: the step that this start would resume from. `restarts`: `save.resume=never`. `exports`: it would write
+    final weights. Raises UserError if it would overwrite the weights of another run.
     """
     found, place = final_export(output), output / "export"
     if found is None:

@@ -319,8 +319,7 @@ def _read_optimizer(
 ) -> tuple[float, dict[str, Any], dict[str, dict[str, torch.Tensor] | None]]:
     """Return `rate` and `optim` of a ForeignState, and the moments of each trained parameter, None before its first.
 
-    Raises UserError if the file is not the state_dict of torch's Adam or AdamW, and, with the counts and shapes, if its
-    numbers cannot be those of the model's parameters.
+    Raises UserError if the file is not the state_dict of torch's Adam or AdamW for the model's parameters.
     """
     saved = load_pickle(directory / _OPTIMIZER)
     groups, state = (saved.get(key) if isinstance(saved, Mapping) else None for key in ("param_groups", "state"))

@@ -79,10 +79,7 @@ class _Ranks:
             )
 
     def wait(self) -> dict[int, int]:
-        """Wait for all ranks, which the first failure ends; return (rank, code) of each failure, in their order.
-
-        A code is negative for a signal.
-        """
+        """Wait for all ranks, which the first failure ends; return (rank, code or -signal) of each failure in order."""
         failed: dict[int, int] = {}
         until, ask = math.inf, math.inf  # when the ranks that are left get SIGKILL and SIGTERM
         while self.living:

@@ -170,10 +170,7 @@ def too_late(job: Job) -> str | None:
 
 
 def _save_if_due(job: Job, state: TrainState, *, stopping: bool, wished: bool, ended: bool) -> None:
-    """Save a checkpoint if one is due or requested, or if the run is stopping, and then wait for it.
-
-    `ended`: a background save has finished on all ranks, so collect it.
-    """
+    """Save if due, requested, or stopping (and then wait for it). `ended`: a background save is to be collected."""
     last = state.step == job.train.steps
     if wished and job.cannot_save:
         job.say(f"no checkpoint was made: {job.cannot_save}")

@@ -91,10 +91,9 @@ class PageFiles:
 
 
 def _all_steps_done(setup: Setup, checkpoint: Path) -> str | None:
-    """Return a message if a checkpoint has all steps of the run that would resume from it, else None.
+    """Return a message if a checkpoint has all steps of the run that would resume from it and no page files are newer.
 
-    None also if page files are newer than it. The message names settings that differ from the checkpoint's. Raises
-    UserError if the run's output is another directory, in which nothing would be saved.
+    It names settings that differ from the checkpoint's. Raises UserError if the run's output is another directory.
     """
     save, steps, step, output = setup.config.save, setup.config.train.steps, read_state(checkpoint).step, setup.output
     if step < steps:
@@ -120,8 +119,8 @@ def _all_steps_done(setup: Setup, checkpoint: Path) -> str | None:
 def finished(setup: Setup, checkpoint: Path | None) -> bool:
     """Return True, and say so, if this run has already finished here; else check the checkpoint that it resumes from.
 
-    Collective. Every file is checked, and settings that have changed since are printed. Raises UserError if the
-    checkpoint is damaged or of another run, or if this run would overwrite the results of another.
+    Collective. Every file is checked, and settings that have changed are printed. Raises UserError if the checkpoint is
+    damaged or of another run, or if this run would overwrite the results of another.
     """
     save, record, say = setup.config.save, setup.record, setup.log.say
 
@@ -149,8 +148,8 @@ def finished(setup: Setup, checkpoint: Path | None) -> bool:
 def keep(setup: Setup, job: Job) -> None:
     """Make the page files resumable from now on, if the plan allows it, and register them for the next start.
 
-    Sets `job.commit`, which records each completed step. Only rank 0 does this, since it writes the record. If two
-    copies were requested explicitly and resuming is not possible, it prints the reason.
+    On rank 0 this sets `job.commit`, which records each completed step. If two copies were requested and resuming is
+    not possible, it prints the reason.
     """
     if not setup.log.loud:
         return
@@ -216,8 +215,8 @@ def take_over(
 ) -> tuple[PageFiles | None, Sequence[ScratchDirectory]]:
     """Return the page files that this run resumes from, None if there are none newer than the checkpoint.
 
-    Return also their directories on rank 0, which searches for them; they stay locked until `stack` closes. `begins`:
-    the checkpoint's state. Collective. Raises UserError if the page files may be newer but this run cannot use them.
+    Return also their directories on rank 0, locked until `stack` closes. `begins`: the checkpoint's state. Collective.
+    Raises UserError if the page files may be newer but this run cannot use them.
     """
     places: list[ScratchDirectory] = []
 
@@ -372,10 +371,9 @@ def resume_hint(words: Sequence[str]) -> str:
 
 
 def earlier_run(save: SaveSection) -> tuple[Mapping[str, Mapping[str, Any]], bool]:
-    """Return the resolved configuration of the run that this one would resume from or has ended; empty for a new run.
+    """Return the configuration of the run that this one would resume from or has ended, and whether it has page files.
 
-    Return also whether it would resume from page files. The configuration is empty, too, if it cannot be read; the
-    later check of the checkpoint or page files reports that error.
+    It is empty for a new run, and if it cannot be read, which a later check reports.
     """
     kept = 0
     try:

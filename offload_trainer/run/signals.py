@@ -101,9 +101,8 @@ def _raise_until_caught(number: int, _frame: object = None, *, unsaved: str = ""
 def _turned_into(error: BaseException | None) -> Stopped | None:
     """Return the Stopped that was converted to this error, or None.
 
-    Python 3.11 wraps anything that `__set_name__` raises in a RuntimeError. A library's `finally` may also raise a
-    NameError or AttributeError, because the interrupted set-up had not defined a name yet; transformers'
-    `no_init_weights` does. The same error from this package's code is a bug and is not converted.
+    Python 3.11 wraps anything that `__set_name__` raises in a RuntimeError. A library's `finally` (transformers'
+    `no_init_weights`) may raise a NameError or AttributeError after an interruption; in this package that is a bug.
     """
     while error is not None and not isinstance(error, Stopped):
         hid = isinstance(error, NameError | AttributeError)

@@ -14,10 +14,7 @@ _PRIME = 7919  # shares no factor with the length of a stretch, so each place in
 
 
 def _to_json(record: Any) -> str:
-    """Return a record as one line without a newline. NaN and infinity, which JSON lacks, become null.
-
-    Fields that have a default are left out if they have it.
-    """
+    """Return a record as one line, without fields that have their default. NaN and infinity become null."""
     return adapter(type(record)).dump_json(record, exclude_defaults=True).decode()  # type: ignore[arg-type]
 
 
@@ -66,8 +63,8 @@ class EvalRecord:
 def read_metrics(path: Path, *, most: int | None = None) -> list[StepRecord]:
     """Return the records of a metrics.jsonl without torn lines, or no records if the file does not exist.
 
-    `most`: return about this many and the last one, without parsing the others (75 us each) or holding the file in
-    memory. One of each stretch of equal length is taken, at changing places: steps may be long and short in turn.
+    `most`: return about this many and the last one, without parsing the others (75 us each). One of each stretch of
+    equal length is taken, at changing places: steps may be long and short in turn.
     """
     return _read(path, StepRecord, most=most)
 

@@ -67,10 +67,7 @@ class JsonLines:
         self._fd = open_to_append(path)
 
     def write(self, line: str) -> None:
-        """Append one line in one system call: a kill leaves it whole; a full drive or a power cut may tear it.
-
-        Raises TrainerError if the line could not be written completely.
-        """
+        """Append one line in one system call, which a kill leaves whole. Raises TrainerError if it is not complete."""
         data = line.encode() + b"\n"
         try:
             written = os.write(self._fd, data)
@@ -87,8 +84,7 @@ class Telemetry:
     """The outputs of one run directory. Records logged there for steps after the first `done` are removed.
 
     `page(left)` returns the HTML of report.html. `left`: the seconds to the end of the run, or None once it has ended.
-    It is written after the first step, then at most once in ten seconds, and less often if one hundredth of the time
-    does not suffice, and is synced at the end only. A page that cannot be written is reported once.
+    It is written after the first step, then at most once in ten seconds and in one hundredth of the time.
     """
 
     def __init__(self, directory: Path, *, done: int, screen: Screen, trackers: Trackers | None = None) -> None:
@@ -149,10 +145,9 @@ class Telemetry:
 class Screen:
     """Progress of a run: loss, speed, bottleneck and time left, on one live line or as a plain line every 20th.
 
-    `total` and `initial` are the steps of the whole run and the steps already done. `bounds` gives the resource that
-    each phase waits for, by the plan. `drives` is whether the run keeps state on drives; if not, their traffic is only
-    logs and checkpoints and is not shown. `say` receives the plain lines. All that is printed follows `clear`, which
-    removes the live line, and is followed by `live()`, the line itself, if it is not printed by a signal handler.
+    `total` and `initial`: steps of the whole run, and done before. `bounds`: what each phase waits for by the plan.
+    `drives`: the run keeps state on drives, so their traffic is shown. `say` gets the plain lines. What is printed
+    begins with `clear`, which removes the live line, and ends with it, `live()`, unless by a signal handler.
     """
 
     def __init__(

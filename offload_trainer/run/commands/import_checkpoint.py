@@ -60,11 +60,8 @@ def import_checkpoint(source: Path, run: Path, config: TrainConfig, *, say: Call
     """Write the state in `source`, of another trainer, as the first checkpoint of the new run directory `run`.
 
     `config`: the configuration of the run. Without a name its model is the one whose config.json is in `source`. The
-    whole of it, with the source's settings, is recorded in the checkpoint. `say` prints a note.
-
-    Raises:
-        UserError: the source is of another format, optimizer or model, or incomplete, or `run` exists.
-        TrainerError: the disk fails.
+    whole of it, with the source's settings, is recorded in the checkpoint. `say` prints a note. Raises UserError if the
+    source is of another format, optimizer or model, or incomplete, or `run` exists, and TrainerError if the disk fails.
     """
     model = config.model
     if config.optim.name != ADAMW.name:
@@ -115,10 +112,7 @@ def import_checkpoint(source: Path, run: Path, config: TrainConfig, *, say: Call
 
 
 def _record(state: ForeignState, of: ModelSource, config: TrainConfig, *, steps: int, model: Path) -> RunRecord:
-    """Return the checkpoint's record, with the source's settings, which the run is compared with when it resumes.
-
-    A null in its identity is compared with nothing.
-    """
+    """Return the checkpoint's record with the source's settings. A null in its identity is compared with nothing."""
     made = {
         section: {key: value for key, value in keys.items() if key not in _UNKNOWN.get(section, ())}
         for section, keys in config.model_dump(mode="json").items()

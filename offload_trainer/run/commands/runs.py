@@ -155,9 +155,6 @@ def comparison(runs: Sequence[RunSummary]) -> list[tuple[str, ...]]:
 
 
 def write_page(path: Path, runs: Sequence[RunSummary]) -> None:
-    """Write the comparison as an HTML page with a chart of losses.
-
-    Raises UserError if `path` exists and was not written by this program.
-    """
+    """Write the comparison as an HTML page. Raises UserError if `path` exists and was not written by this program."""
     refuse_foreign(path)
     write_text(path, comparison_page([run.losses for run in runs], comparison(runs)))

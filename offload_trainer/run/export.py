@@ -2,18 +2,15 @@
 
     Source ── weights by the model's names ──saved_groups──> hub layout ──> 16 or 32 bits ──> shards, index, card
 
-A source is a checkpoint, a dead run's page files, a live engine, or a run's final weights. A run directory stands for
-its newest checkpoint, or else for its final weights. The model card is the README.md of an export.
+A source is a checkpoint, a dead run's page files, a live engine, or a run's final weights. One tensor is in memory at
+a time, or one group of tensors where transformers fuses tensors that are separate on the hub. The directory is written
+under a temporary name and renamed when it is complete. Its README.md is the model card.
 
-One tensor is in memory at a time, or one group of tensors where transformers fuses tensors that are separate on the
-hub. The directory is written under a temporary name and renamed when it is complete.
-
-A run that makes no checkpoints leaves such a directory at its end:
+A run that makes no checkpoints leaves such a directory at its end, and a later start neither overwrites it nor trains
+a finished run again:
 
     RUN/export/        fp32, in transformers' layout
     RUN/export.json    the step, the run and its identity; written before export/ gets its name
-
-A later start neither overwrites them nor trains a finished run again.
 """
 
 from __future__ import annotations
@@ -131,7 +128,7 @@ class FinalExport:
 
 
 def final_export(run: Path) -> FinalExport | None:
-    """Return the record of the final weights in a run directory; None if there are none, or if they are an older run's."""
+    """Return the record of the final weights in a run directory; None if there are none, or those of an older run."""
     if not is_there(run / FINAL_RECORD) or not is_there(run / "export"):
         return None
     record = read_back(run / FINAL_RECORD, FinalExport, fix=f"Move it and {run / 'export'} away")

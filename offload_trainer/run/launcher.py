@@ -2,13 +2,11 @@
 
     launcher ── starts, signals, waits for ──> ranks, each with a thread that ends it if the launcher is gone
 
-The first rank that fails prints its error; ranks that end only because another is gone print nothing (`errors.LOST`),
-so that the reason is the last message. The exit code is that of the rank that failed first, or 128 + the number of the
-signal that ended the run.
+The first rank that fails prints its error; ranks that end only because another is gone print nothing (`errors.LOST`).
+The exit code is that of the rank that failed first, or 128 + the number of the signal that ended the run.
 
-Nothing here looks for ranks that are stopped or hung. A stopped rank ends the others within a minute
-(`ranks.end_if_rank_vanishes`), and within a step they wait at most 300 s for a hung one (`ranks.STALLED`); the launcher
-then kills what does not end. Elsewhere a slow rank cannot be distinguished from a hung one.
+A stopped rank ends the others within a minute (`ranks.end_if_rank_vanishes`), and within a step they wait at most 300 s
+for a hung one (`ranks.STALLED`); the launcher then kills what does not end. Elsewhere a hung rank looks like a slow one.
 """
 
 import math

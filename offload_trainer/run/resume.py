@@ -3,17 +3,13 @@
     refuse_output ──> checkpoint ── finished? ── take_over ──> page files, if they are newer
     newest_state ───> what the same command would resume from, for messages and plans
 
-A lease is a directory on a drive that one run has locked for its page files.
-
-    RUN/pages           paths of this run's leases, one per line (storage/scratch_dir)
+    RUN/pages           paths of this run's leases (storage/scratch_dir), directories of page files on drives
     <lease>/record      after each step: which copy of each page holds it, and the rest of the state
     <lease>/run.json    identity, layout and configuration of the run, compared as for a checkpoint
 
-docs/design_recovery.md says when a run resumes from page files, and when it refuses to start and keeps them.
-
-The ranks of one node share the files and the record. The first rank reads them, and it writes the record once all
-ranks' pages of a step are on the drives; until then no rank writes a page of the next step. If a rank of the dead run
-may still be writing, the new run waits for it (`wait_for_ranks`).
+docs/design_recovery.md says when a run resumes from page files, and when it refuses to start and keeps them. The ranks
+of one node share the files. The first rank reads them, and it writes the record once all ranks' pages of a step are on
+the drives; until then no rank writes a page of the next step.
 """
 
 import json

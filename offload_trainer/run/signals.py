@@ -3,12 +3,10 @@
     start, build     stop_at_once    raises Stopped at the current line; open resources are closed on the way out
     training, end    waiting         records the signal; the current step, save or export is finished first
                                      unless that takes longer than `train.stop_within`: then as the second signal
-                     second signal   stops immediately, without saving, and cleans up
-                     third signal    default action of the kernel
+                     second signal   stops immediately, without saving, and cleans up; a third has its default action
 
 A terminal that closes sends SIGHUP, often twice (from the kernel and the shell), and systemd sends it after SIGTERM,
-so SIGHUP never counts as a second signal. If it was ignored at the start (nohup) it stays ignored. SIGUSR1 requests a
-checkpoint.
+so it never counts as a second signal, and stays ignored if it was (nohup). SIGUSR1 requests a checkpoint.
 """
 
 import math

@@ -3,17 +3,14 @@
     record ── Telemetry ─┬─ JsonLines: metrics.jsonl, evaluations.jsonl
                          ├─ Screen: a live line, or plain lines without a terminal
                          ├─ report.html while the run goes on
-                         └─ Trackers ─┬─ tensorboard: tensorboard/ in the run directory
-                                      ├─ wandb: its account, or wandb/ there (WANDB_MODE=offline)
-                                      └─ trackio: its local directory (TRACKIO_DIR)
+                         └─ Trackers: TensorBoard, wandb, trackio
 
 The live line names the phase that takes most of the step and what limits it:
 
 12/300 |          | loss 3.1416  1.02 k tokens/s  3 min 20 s left  update 62% (drive)  drive 1.9 GB/s  ...
 
-Each tracker is an optional extra, and records are sent only to those in `save.trackers`. A tracker that cannot start is
-an error that prevents the run. One that fails later is dropped with one message, and never stops the training. A
-resumed run continues the tracker's same run: trackers.json in the run directory holds each tracker's run id.
+A tracker that cannot start prevents the run; one that fails later is dropped with one message. A resumed run continues
+the tracker's run, whose id is in trackers.json.
 """
 
 from __future__ import annotations

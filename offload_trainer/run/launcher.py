@@ -6,7 +6,7 @@ The first rank that fails prints its error; ranks that end only because another 
 The exit code is that of the rank that failed first, or 128 + the number of the signal that ended the run.
 
 A stopped rank ends the others within a minute (`ranks.end_if_rank_vanishes`), and within a step they wait at most 300 s
-for a hung one (`ranks.STALLED`); the launcher then kills what does not end. Elsewhere a hung rank looks like a slow one.
+for a hung one (`ranks.STALLED`); the launcher then kills what does not end. Elsewhere it looks like a slow one.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Tests of the training loop: signals that arrive while ranks exchange requests, sums over ranks, time to stop."""
+"""Tests of the training loop: signals that arrive while ranks exchange requests, sums over ranks."""
 
 import signal
 from contextlib import nullcontext
@@ -28,7 +28,6 @@ def job_of(monkeypatch: pytest.MonkeyPatch) -> Any:
         train_rows=SimpleNamespace(train_batches=lambda *_, **__: iter(())),
         engine=SimpleNamespace(rank=0, world=1),
         checkpoints=Unsaved(),
-        to_save=loop.TimeToSave(step=None, save=0.0),
         commit=None,
         telemetry=None,
     )
@@ -84,27 +83,3 @@ def test_a_directory_in_the_place_of_the_request_file_is_no_request(tmp_path: Pa
         telemetry=True, save_request_file=tmp_path / "save", checkpoints=SimpleNamespace(ended=False)
     )
     assert loop._agree(job, StopRequest()) == (0, False, False)
-
-
-def test_what_is_left_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
-    left = loop.TimeToSave(step=None, save=4.0)
-    left.begin("step", "validation", "save")
-    assert left.seconds is None  # nobody knows the seconds of a first step
-    now[0] = 10.0
-    left.begin("validation", "save")
-    now[0] = 13.0
-    left.begin("save")
-    assert left.seconds == 4.0
-    now[0] = 15.0
-    assert left.seconds == 2.0
-    left.begin("step", "validation", "save")
-    now[0] = 16.0
-    assert left.seconds == 9 + 3 + 4
-    left.save = 6.0
-    now[0] = 26.0  # the step takes longer than the one before
-    assert left.seconds == 0 + 3 + 6
-    left.begin("save")
-    left.begin("step", "save")
-    assert left.seconds == 11 + 6  # the longest of the latest steps

@@ -86,15 +86,9 @@ def test_a_signal_that_a_launcher_passes_on_too_is_one_request() -> None:
         _twice(signal.SIGTERM)
         assert asked.stop == signal.SIGTERM
 
-    def twice() -> None:
-        send(signal.SIGTERM)
-        time.sleep(0.06)
-        send(signal.SIGTERM)
-
-    def work() -> int:
-        with pytest.raises(Stopped, match="unsaved"), stop_at_once(), waiting(say=None, same_within=0.05):
-            twice()
-        return 0
+    def work() -> None:
+        with pytest.raises(Stopped, match="unsaved"), stop_at_once(), waiting(say=None, same_within=0.0):
+            _twice(signal.SIGTERM)
 
     assert in_a_fork(work) == 0
 

@@ -69,11 +69,9 @@ def test_traffic_of_all_ranks_is_summed_and_rows_that_they_share_count_once(
 
 def test_a_checkpoint_on_request_that_cannot_be_made_is_said() -> None:
     messages: list[str] = []
-    job: Any = SimpleNamespace(
-        train=SimpleNamespace(steps=9), save_every=0, cannot_save="no moments", say=messages.append, checkpoints=None
-    )
-    state = TrainState(step=3, tokens=0, data_position=0)
-    loop._save_if_due(job, state, stopping=False, wished=True, ended=False)
+    train = SimpleNamespace(steps=9)
+    job: Any = SimpleNamespace(train=train, save_every=0, cannot_save="no moments", say=messages.append)
+    loop._save_if_due(job, TrainState(3, 0, 0), stopping=False, wished=True, ended=False)
     assert messages == ["no checkpoint was made: no moments"]
 
 

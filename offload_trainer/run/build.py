@@ -53,7 +53,6 @@ class Setup(Planned):
 
     @property
     def drives(self) -> list[Path]:
-        """The directories of --nvme."""
         return [Path(drive).expanduser() for drive in self.config.placement.nvme]
 
     @property
@@ -63,7 +62,6 @@ class Setup(Planned):
 
     @cached_property
     def record(self) -> RunRecord:
-        """The metadata of the run's checkpoints."""
         identity = self.identity | self.data.identity()
         return record_of(self, identity=identity, model=self.output / "model")
 

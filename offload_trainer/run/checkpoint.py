@@ -200,7 +200,6 @@ class Checkpoints:
 
 
 def checkpoint_of(root: Path, step: int) -> Path:
-    """Return the directory of a step's checkpoint in `root`."""
     return root / f"step-{step:08d}"
 
 

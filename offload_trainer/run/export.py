@@ -331,7 +331,6 @@ def write_model(
 
 
 def _describe(directory: Path, source: Source, *, dtype: str) -> None:
-    """Write the card, and the dtype into the model's configuration."""
     config = read_model_config(directory)
     named = str(DTYPES[dtype]).removeprefix("torch.")
     config["dtype"] = config["torch_dtype"] = named

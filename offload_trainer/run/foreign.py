@@ -189,16 +189,12 @@ def opened(source: Path, of: ModelSource, *, directories: Sequence[Path]) -> Ite
 
 @lenient_record
 class _TrainerState:
-    """The part of trainer_state.json that an import reads."""
-
     global_step: Steps
     max_steps: Steps = 0
 
 
 @lenient_record
 class _ScalerState:
-    """The state of torch's GradScaler."""
-
     scale: Annotated[float, Field(gt=0, le=2.0**127)]  # the largest power of two in fp32
     good_steps: Annotated[int, Field(ge=0, alias="_growth_tracker")]  # steps without overflow since it last changed
     window: Annotated[int, Field(ge=1, alias="growth_interval")]  # number of such steps after which it grows
@@ -294,7 +290,6 @@ _PLAIN: dict[tuple[str, str], Any] = {
 
 
 def _open_trainer(directory: Path, of: ModelSource, stack: ExitStack) -> ForeignState:
-    """Open a Trainer's checkpoint, whose files `stack` closes."""
     told = f"{directory} (transformers' Trainer)"
     if is_there(directory / "adapter_config.json"):
         raise UserError(f"{told}: holds adapters, and a run trains whole weights: merge them into their model first")
@@ -386,7 +381,6 @@ class _Stored:
     chunks: dict[str, list[_Chunk]]
 
     def object(self, name: str) -> Any:
-        """Return a tensor or an object."""
         return self.tensor(name) if name in self.shapes else self._load(name, self.chunks[name][0])
 
     def tensor(self, name: str) -> torch.Tensor:

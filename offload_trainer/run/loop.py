@@ -147,7 +147,6 @@ def _agree(job: Job, asked: StopRequest) -> tuple[int, bool, bool]:
 
 
 def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
-    """Run one optimizer step, record its metrics, and return the new state."""
     lr = learning_rate(state.step, job.optim, steps=job.train.steps)
     before = job.counted or read_io()
     group, result, seconds = _timed_step(job, batches, lr=lr, last=state.step + 1 == job.train.steps)

@@ -27,8 +27,6 @@ _Handler = Callable[[int, object], None] | signal.Handlers
 
 @dataclass
 class StopRequest:
-    """Requests received through signals and not handled yet."""
-
     stop: int = 0  # number of the first signal that asked the run to stop, or 0
     save: bool = False  # SIGUSR1 asked for a checkpoint
     answer: str = "finishing this step, then saving"  # printed when the first signal arrives

@@ -208,7 +208,6 @@ def _set_up(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> tuple[S
 
 
 def _data_of(planned: Planned, *, say: Callable[[str], None]) -> RunData:
-    """Prepare the data of a planned run. Collective."""
     config = planned.config
     eval_rows = config.train.eval_rows
     return prepare_data(config.data, planned.source, seq_len=planned.plan.work.seq_len, eval_rows=eval_rows, say=say)

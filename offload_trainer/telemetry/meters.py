@@ -56,7 +56,6 @@ class PhaseClock:
             self._passed.append((name, start, self._edge()))
 
     def move(self, seconds: float, *, from_: str, to: str) -> None:
-        """Move some seconds from one phase to another."""
         self._moved += [(from_, -seconds), (to, seconds)]
 
     def take(self) -> dict[str, float]:
@@ -113,7 +112,6 @@ def forget_peak_rss() -> None:
 
 
 def current_rss_bytes() -> int:
-    """Return the resident memory of this process in bytes."""
     return _status_bytes("VmRSS")
 
 

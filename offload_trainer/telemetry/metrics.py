@@ -70,7 +70,6 @@ def read_metrics(path: Path, *, most: int | None = None) -> list[StepRecord]:
 
 
 def read_evaluations(path: Path) -> list[EvalRecord]:
-    """Return the records of an evaluations.jsonl in the same way."""
     return _read(path, EvalRecord)
 
 

@@ -176,7 +176,6 @@ class Screen:
         return elapsed / (step - self._initial) * (self._total - step)
 
     def live(self) -> str:
-        """Return the live line; "" if there is none."""
         return self._line
 
     def close(self) -> None:

@@ -47,8 +47,6 @@ _UNKNOWN = {
 
 @dataclass(frozen=True)
 class Imported:
-    """The result of an import."""
-
     told: str  # description of the source
     checkpoint: Path
     bytes: int
@@ -129,7 +127,6 @@ def _record(state: ForeignState, of: ModelSource, config: TrainConfig, *, steps:
 
 
 def _snapshot(state: ForeignState, of: ModelSource, *, names: Mapping[str, str]) -> BlockingSnapshot:
-    """Return masters, moments and frozen weights by the model's names."""
     trained = {w.name: w.shape for w in of.shape.weights if w.trainable}
     fixed = {w.name: (w.shape, DTYPES[of.section.dtype]) for w in of.shape.weights if not w.trainable}
 

@@ -113,44 +113,41 @@ def test_a_missing_tracker_names_its_package(tmp_path: Path, monkeypatch: pytest
 # -- all of them, by one of this file's ------------------------------------------------------------------------------
 
 
-def put(monkeypatch: pytest.MonkeyPatch, name: str, log, *, begun: list | None = None, close=None) -> list:
-    """Register a tracker `name` that passes everything to `log`; return the list of trackers that ended."""
-    ended: list[str] = []
+def put(monkeypatch: pytest.MonkeyPatch, name: str, log: Any = lambda *_: None, close: Any = lambda: None) -> list:
+    """Register a tracker `name` of these functions; return the ids that it is started with."""
+    begun: list[str | None] = []
 
     def begin(*given: Any) -> Started:
-        *_, identity = given
-        (begun if begun is not None else []).append(identity)
-        return identity or "a new one", log, close or (lambda: ended.append(name))
+        begun.append(given[-1])
+        return given[-1] or "a new one", log, close
 
     monkeypatch.setitem(sinks._KINDS, name, (begin, "Mend it"))
-    return ended
+    return begun
 
 
 def test_a_failing_tracker_is_dropped_and_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
+    taken: list[int | str] = []
 
     def failing(numbers: dict[str, float], step: int) -> None:
         raise ConnectionError("the network\nis gone")
 
     put(monkeypatch, "bad", failing)
-    ended = put(monkeypatch, "good", lambda numbers, step: taken.append(step))
+    put(monkeypatch, "good", lambda numbers, step: taken.append(step), lambda: taken.append("end"))
     said = run(tmp_path, "bad", "good", steps=(1, 2, 3))
     assert said == ["note: bad gets nothing more of this run, metrics.jsonl has it all: the network is gone"]
-    assert taken == [1, 2, 3, 2]
-    assert ended == ["good"]
+    assert taken == [1, 2, 3, 2, "end"]
 
 
 def test_a_tracker_that_never_ends_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
     monkeypatch.setattr(sinks, "_LAST", 0.05)
-    put(monkeypatch, "slow", lambda *_: None, close=lambda: go.wait(300))
+    put(monkeypatch, "slow", close=lambda: go.wait(300))
     assert run(tmp_path, "slow") == ["note: slow: not all was taken within 0 s; metrics.jsonl has it"]
     go.set()
 
 
 def test_a_resumed_run_continues_the_trackers_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list = []
-    put(monkeypatch, "one", lambda *_: None, begun=begun)
+    begun = put(monkeypatch, "one")
     for done in (0, 2, 0):
         run(tmp_path, "one", done=done)
     assert begun == [None, "a new one", None]

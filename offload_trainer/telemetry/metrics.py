@@ -74,8 +74,7 @@ def read_evaluations(path: Path) -> list[EvalRecord]:
 
 
 def _read(path: Path, kind: type[Kind], *, most: int | None = None) -> list[Kind]:
-    records: list[Kind] = []
-    stride, taken, line = 1, True, b""
+    stride, lines, line = 1, list[bytes](), b""
     try:
         file = open(open_file(path, links=True), "rb")  # noqa: SIM115 - closed below
     except FileNotFoundError:
@@ -86,12 +85,12 @@ def _read(path: Path, kind: type[Kind], *, most: int | None = None) -> list[Kind
         for number, line in enumerate(file):
             if number == 0 and most:
                 stride = -(-path.stat().st_size // (len(line) * most))
-            if taken := number % stride == number // stride * _PRIME % stride:
-                with suppress(ValueError):  # torn by a kill
-                    records.append(parsed(line, kind))
-    if not taken:
-        with suppress(ValueError):
-            records.append(parsed(line, kind))
+            if number % stride == number // stride * _PRIME % stride:
+                lines.append(line)
+    records: list[Kind] = []
+    for kept in lines if lines[-1:] == [line] else [*lines, line]:
+        with suppress(ValueError):  # torn by a kill
+            records.append(parsed(kept, kind))
     return records
 
 

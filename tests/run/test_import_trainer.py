@@ -67,17 +67,6 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return trained(folder, name, frozen=frozen, tied=tied), folder / "out", frozen
 
 
-def state_in(trainer: Trainer) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the live optimizer's state by name; parameters and moments are matched by identity."""
-    found: dict[str, dict[str, torch.Tensor]] = {"master": {}, "exp_avg": {}, "exp_avg_sq": {}}
-    for name, parameter in trainer.model.named_parameters():
-        if parameter.requires_grad:
-            found["master"][name] = parameter.detach()
-            for kind in ("exp_avg", "exp_avg_sq"):
-                found[kind][name] = trainer.optimizer.state[parameter][kind]
-    return found
-
-
 def freezing(frozen: list[str]) -> list[str]:
     return [f"model.freeze={json.dumps(frozen)}"] if frozen else []
 
@@ -95,7 +84,11 @@ def test_state_is_the_trainers_bit_for_bit(source: tuple[Trainer, Path, list], t
     done = imported(output / f"checkpoint-{STEPS}", tmp_path / "run", *words)
     optim = json.loads((done.checkpoint / "run.json").read_text())["config"]["optim"]
     assert optim["moment_dtype"] == optim["master_dtype"] == "fp32"
-    assert_same_state(state_of(done.checkpoint), state_in(trainer))
+    trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    state = trainer.optimizer.state  # by the parameters' identity
+    expected = {kind: {name: state[p][kind] for name, p in trained.items()} for kind in ("exp_avg", "exp_avg_sq")}
+    expected["master"] = {name: p.detach() for name, p in trained.items()}
+    assert_same_state(state_of(done.checkpoint), expected)
     assert read_state(done.checkpoint).step == STEPS
     identity = json.loads((done.checkpoint / "MANIFEST.json").read_text())["identity"]
     assert identity["initial weights"] is identity["seed"] is None  # compared with nothing at a resume

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from forked_child import GONE, in_a_fork, lose_streams
@@ -21,15 +22,6 @@ from offload_trainer.run.signals import stop_at_once, waiting
 from offload_trainer.stdio import lasting_streams, write_now
 
 STOPPING = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
-
-
-class _InUse:
-    """A stream that raises the error of a reentrant call."""
-
-    def write(self, text: str) -> int:
-        raise RuntimeError("reentrant call")
-
-    flush = write
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +49,7 @@ def test_a_signal_while_a_line_is_printed(
     before = signal.getsignal(number)
     with waiting(say=write_now) as asked:
         assert asked.stop == 0
-        monkeypatch.setattr(sys, "stderr", _InUse())
+        monkeypatch.setattr(sys, "stderr", Mock(**{"write.side_effect": RuntimeError("reentrant call")}))
         send(number)
         assert asked.stop == number
     monkeypatch.undo()
@@ -130,20 +122,10 @@ def test_sigusr1_requests_a_checkpoint() -> None:
         send(signal.SIGUSR1)
 
 
-class _Swallows:
-    """An object whose destructor swallows exceptions, as a library's callback does."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __del__(self) -> None:
-        send(self.number)
-
-
 def swallow_and_wait(number: int) -> None:
-    """Send a signal whose exception is swallowed; return only if none is raised again."""
+    """Send a signal from a destructor, which swallows its exception; return only if none is raised again."""
     deadline = time.monotonic() + 300
-    _Swallows(number)
+    type("Swallows", (), {"__del__": lambda self: send(number)})()
     while time.monotonic() < deadline:
         pass
 

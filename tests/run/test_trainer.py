@@ -1,11 +1,11 @@
 """Tests of the training loop: signals that arrive while ranks exchange requests, sums over ranks."""
 
 import signal
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -14,23 +14,6 @@ from offload_trainer.run import loop
 from offload_trainer.run.checkpoint import TrainState
 from offload_trainer.run.signals import StopRequest
 from offload_trainer.telemetry.meters import IoCount
-
-
-class Unsaved(nullcontext):
-    ended = False
-
-
-def job_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(loop, "_step", lambda job, state, batches: replace(state, step=state.step + 1))
-    monkeypatch.setattr(loop, "_evaluate", lambda job, step: None)
-    return SimpleNamespace(
-        train=SimpleNamespace(steps=9, micro_batch_size=1, eval_every=0),
-        train_rows=SimpleNamespace(train_batches=lambda *_, **__: iter(())),
-        engine=SimpleNamespace(rank=0, world=1),
-        checkpoints=Unsaved(),
-        commit=None,
-        telemetry=None,
-    )
 
 
 @pytest.mark.parametrize("at", [1, 2])
@@ -48,7 +31,11 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(
 
     monkeypatch.setattr(loop, "all_gather_json", slowly)
     monkeypatch.setattr(loop, "_save_if_due", lambda job, state, **why: saved.append((state.step, why["stopping"])))
-    state = loop.train(job_of(monkeypatch), asked)
+    monkeypatch.setattr(loop, "_step", lambda job, state, batches: replace(state, step=state.step + 1))
+    monkeypatch.setattr(loop, "_evaluate", lambda job, step: None)
+    job = MagicMock(train=SimpleNamespace(steps=9, micro_batch_size=1, eval_every=0), commit=None, telemetry=None)
+    job.checkpoints.__exit__.return_value = job.checkpoints.ended = False
+    state = loop.train(job, asked)
     assert state.step == at + 1
     assert saved[-1] == (at + 1, True)
     assert asked.stop == signal.SIGTERM

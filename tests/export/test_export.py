@@ -101,7 +101,6 @@ def test_files_that_are_not_whole(tmp_path: Path) -> None:
 
 @pytest.fixture
 def trained(tmp_path: Path, drive: Path) -> Iterator[Path]:
-    """Yield the run directory of a small model after three steps."""
     model = model_directory(tmp_path / "model", "gpt2")
     with engine(model, *ON_DRIVE, drives=[drive]) as made:
         train(made, batches(3))

@@ -132,7 +132,6 @@ def test_exports_of_a_run_without_checkpoints(tmp_path: Path) -> None:
 
 
 def test_a_signal_without_checkpoints_saves_one(tmp_path: Path) -> None:
-    """The same command resumes from that checkpoint, and its results match those of an uninterrupted run."""
     whole = call(*NEVER, output=tmp_path / "whole")
     stopped = faulty("TERM@step=3", *NEVER, output=tmp_path / "out")
     assert stopped.code == 128 + signal.SIGTERM

@@ -41,7 +41,7 @@ def run(
 ) -> int:
     """Train in `folder`/run on an emulated GPU of `size` bytes, full at some allocations; return their number.
 
-    `share`: how much more of the GPU stays free then; 2 MB, a third of this model's state.
+    `share` more of it stays free then; 2 MB, a third of this model's state.
     """
     folder.mkdir(exist_ok=True)
     (folder / "drive").mkdir(exist_ok=True)

@@ -105,7 +105,6 @@ def test_state_is_the_trainers_bit_for_bit(source: tuple[Trainer, Path, list], t
 
 @pytest.mark.slow
 def test_the_command_resumes_from_an_import(source: tuple[Trainer, Path, list], tmp_path: Path) -> None:
-    """`import` says how to go on, and the training command resumes there."""
     _, output, frozen = source
     checkpoint, run = output / f"checkpoint-{HALF}", tmp_path / "run"
     words = ["--dtype", "fp32", "optim.schedule=constant", "optim.warmup_steps=0", *freezing(frozen)]

@@ -70,10 +70,7 @@ def run_nodes(
     script: Sequence[object] = (COMMAND,),
     spaces: Sequence[str] = (),
 ) -> tuple[list[int], str]:
-    """Run two nodes of `each` ranks, which run `script`, with a drive each; return all exit codes and the output.
-
-    `spaces`: the nodes' networks.
-    """
+    """Run two nodes of `each` ranks with a drive each, in these networks; return all exit codes and the output."""
     folder.mkdir()
     bound, port = held_port()
     told, running = [], []
@@ -117,10 +114,7 @@ def cut(run: Path, to: Path) -> Path:
 def test_killed_and_resumed_with_the_bits_of_one_rank(
     ways: Sequence[object], spaces: list[str], tmp_path: Path, drive: Path
 ) -> None:
-    """A killed run of two nodes resumes with one rank's bits, on two nodes or one rank, and the other way round.
-
-    The last two nodes have networks of their own.
-    """
+    """On two nodes, the last with networks of their own, or one rank, and the other way round."""
     words, one = [*WORDS, *HALF], [*by(1), "--nvme", drive]
     alone = call(*words, *one, output=tmp_path / "alone")
     output = tmp_path / "killed"
@@ -193,7 +187,6 @@ ON_DRIVE = [*TINY, "--engine", "tiered", "--optimizer", "nvme", "--steps", 20, "
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Run:
-    """Return the run of one rank, left alone."""
     (folder / "drive").mkdir()
     return call(*ON_DRIVE, "--accumulate", 2, "--nvme", folder / "drive", output=folder / "alone")
 

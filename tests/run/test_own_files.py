@@ -79,10 +79,7 @@ def test_a_page_replaces_pages_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_starts_and_plans_leave_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training over another run or the configuration in use is refused, and so is `plan` for a named directory.
-
-    Plans that do not name the directory of an older run print a note. Nothing is written.
-    """
+    """A run over another run or its configuration is refused; so is `plan` for a named directory, else it is a note."""
     monkeypatch.chdir(tmp_path)
     first = tmp_path / "runs/default/checkpoints/step-00000002"
     first.mkdir(parents=True)
@@ -160,7 +157,6 @@ def test_a_link_is_not_appended_to(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_tensors_behind_a_link_are_read(tmp_path: Path) -> None:
-    """Tensor files that are links, as in the hub's cache, are read."""
     save_file({"a": torch.ones(2)}, tmp_path / "blob")
     (tmp_path / "model.safetensors").symlink_to("blob")
     with TensorFileReader(tmp_path / "model.safetensors") as file:
@@ -181,7 +177,6 @@ def test_a_generation_config_is_read_as_transformers_reads_it(tmp_path: Path) ->
 
 
 def test_checking_a_free_directory_blocks_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check for another run holds the lock for an instant only, and blocks no start."""
     with open(tmp_path / ".lock", "w") as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
         monkeypatch.setattr(directory.time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))

@@ -73,7 +73,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_kill_at_any_moment_changes_no_bit(
     moment: str, step: int | None, words: list[str], place: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
-    """After a kill during or after an update or a record, the run resumes from the last complete step."""
     words = ["--nvme", place, *ALL, *words]
     killed(moment, *words, output=tmp_path / "run")
     told = said_before(*words, output=tmp_path / "run")
@@ -91,9 +90,8 @@ def test_a_kill_at_any_moment_changes_no_bit(
 def test_repeated_kills_also_during_the_start(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """Repeated kills keep the same directory, and one during the start changes nothing in it.
 
-    Before them, one leaves no step, and its directory is removed by a start that is killed in turn.
-    report.html shows the killed run as one that goes on, and the ended run as ended. A start removes the temporary
-    files of a killed run.
+    Before them, one leaves no step, and its directory is removed by a start that is killed in turn. report.html shows
+    that the killed run goes on. A start removes the temporary files of a killed run.
     """
     words, output, page = ["--nvme", place, *ALL], tmp_path / "run", tmp_path / "run/report.html"
     for moment in ("step", "build", "record=2"):
@@ -237,10 +235,9 @@ def test_page_files_on_a_drive_of_another_machine(tmp_path: Path, monkeypatch: p
 def test_a_start_that_cannot_use_them_is_refused_and_they_stay(
     place: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
-    """A start that cannot use the page files is refused and keeps them; the same command resumes later.
+    """The same command resumes later. A missing drive or list of directories is named, and so is damage.
 
-    A missing drive or list of directories is named, and so is damage. If the newest record is damaged, the older one
-    would count only if its pages had not been overwritten since. soak/damage.py and soak/kill_and_resume.py have more.
+    If the newest record is damaged, the older one would count only if its pages had not been overwritten since.
     """
     words, output = ["--nvme", place, *ALL], tmp_path / "run"
     killed("page=150", *words, output=output)

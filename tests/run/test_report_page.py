@@ -92,7 +92,6 @@ def test_no_text_is_cut_or_on_another() -> None:
 
 
 def elements(page: str) -> list[Element]:
-    """Return the elements of a page, whose tags must be balanced."""
     return list(fromstring(re.sub("<!doctype html>|<meta[^>]*>", "", page)).iter())
 
 

@@ -134,7 +134,6 @@ def test_resume_into_another_placement(before: str, after: str, finished, drive:
 
 @pytest.mark.slow
 def test_a_checkpoint_on_demand(finished, drive: Path, tmp_path: Path) -> None:
-    """A checkpoint on request does not disturb a run without checkpoints, and resumes bit for bit."""
     words = ["--nvme", drive, *TINY, *STEPS, *PLACEMENTS["tiered"], "--save-every", 0]
     output = tmp_path / "out"
     run = faulty(f"sh~touch {output}/save@line=5", *words, output=output)
@@ -219,10 +218,7 @@ def test_damaged_checkpoints_are_refused_and_those_without_manifest_do_not_exist
 @pytest.mark.slow
 @pytest.mark.ops
 def test_two_ranks_of_stock_deepspeed_train_as_one(drive: Path, tmp_path: Path) -> None:
-    """Two gloo ranks of one micro-batch match one rank that accumulates two, which then resumes their checkpoint.
-
-    Dropout masks depend on the micro-batch only: other masks would change losses by 0.01.
-    """
+    """One rank that accumulates resumes their checkpoint. Other dropout masks would change losses by 0.01."""
     both = ["--nvme", drive, *TINY, "--steps", 8, "train.eval_every=0", "--save-every", 4, *PLACEMENTS["zero-3 cpu"]]
     both += [f"model.overrides.{key}_pdrop=0.5" for key in ("attn", "embd", "resid")]
     one = call(*both, "--accumulate", 2, output=tmp_path / "one")
@@ -279,7 +275,6 @@ def export(source: Path, destination: Path, dtype: str, *words: str) -> str:
 
 @pytest.mark.slow
 def test_an_export_describes_its_source(finished, tmp_path: Path) -> None:
-    """The model card has the run's numbers, and a second export to the same place is refused."""
     run = finished("plain")
     told = export(run.output, tmp_path / "hf", "fp16", "--check")
     assert "in fp16 to" in told

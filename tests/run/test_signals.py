@@ -88,10 +88,7 @@ def test_a_signal_that_a_launcher_passes_on_too_is_one_request() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", STOPPING)
 def test_a_hangup_is_never_the_second(first: signal.Signals) -> None:
-    """SIGHUP never counts as the second signal, which ends a run immediately.
-
-    A closing terminal sends several, and systemd sends one after SIGTERM.
-    """
+    """A closing terminal sends several, and systemd sends one after SIGTERM."""
     with waiting(say=None) as asked:
         for number in (first, signal.SIGHUP, signal.SIGHUP):
             send(number)
@@ -193,7 +190,6 @@ def test_an_error_during_cleanup_is_reported() -> None:
 
 @pytest.mark.slow
 def test_cleanup_is_not_interrupted() -> None:
-    """Cleanup after a stop is not interrupted by the repeating alarm, which would leave files half closed."""
     closed = []
 
     def work() -> None:

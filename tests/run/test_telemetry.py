@@ -285,10 +285,7 @@ def test_lines_are_apart_from_the_live_one(columns, monkeypatch):
 
 
 def test_speed_is_of_the_last_steps_together():
-    """Shown speed is an average over 20 steps, so it hardly varies although single steps differ by 70 times.
-
-    The remaining variation is the number of long steps among the 20: one of 7 s, which waits for a drive, follows six.
-    """
+    """Only the number of long steps among the last 20 varies: one of 7 s, which waits for a drive, follows six."""
     shown = Screen(1000, initial=0, say=(said := []).append, bounds={}, drives=True)
     for step in range(1, 1001):
         wait = 6.9 if step % 7 == 0 else 0.0

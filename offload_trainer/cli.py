@@ -458,7 +458,11 @@ COMMANDS = {
         _export,
         "export the weights of a run or checkpoint as a Hugging Face directory",
         {
-            "source": _value("SOURCE", "a run directory (its newest checkpoint), or a checkpoint", type=_writable),
+            "source": _value(
+                "SOURCE",
+                "a run directory (its newest checkpoint), a checkpoint, or page files of a killed run on a drive",
+                type=_writable,
+            ),
             "destination": _value("DEST", "the new directory", type=_writable),
             "--dtype": _value("NAME", "fp16 (default), bf16 or fp32", choices=("fp16", "bf16", "fp32"), default="fp16"),
             "--max-shard-size": _value(

@@ -369,6 +369,9 @@ def pages(folder: Path) -> Files:
                 raise ValueError("the run was killed before it completed a step")
         except (ValueError, OSError) as error:  # a start gives them as one message (run/resume.py)
             raise TrainerError(str(error)) from error
+        with opened(lease) as masters:
+            for _ in finite_weights(masters):
+                pass
         ours = engine(new=False)
         try:
             ours.offloaded.resume_from_pages(newest.engine, *newest.pages)

@@ -2,9 +2,9 @@
 
     Source ── weights by the model's names ──saved_groups──> hub layout ──> 16 or 32 bits ──> shards, index, card
 
-A source is a checkpoint, a live engine, or a run's final weights. One tensor is in memory at a time, or one group of
-tensors where transformers fuses tensors that are separate on the hub. The directory is written under a temporary name
-and renamed when it is complete. Its README.md is the model card.
+A source is a checkpoint, a dead run's page files, a live engine, or a run's final weights. One tensor is in memory at
+a time, or one group of tensors where transformers fuses tensors that are separate on the hub. The directory is written
+under a temporary name and renamed when it is complete. Its README.md is the model card.
 
 A run that makes no checkpoints leaves such a directory at its end, and a later start neither overwrites it nor trains
 a finished run again:
@@ -33,6 +33,7 @@ from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.model.checkpoint_mapping import Group, as_they_are, model_in, read_model_config, saved_groups
 from offload_trainer.model.loader import BUFFERS
 from offload_trainer.model.pretrained import INDEX, ShardIndex, opened_weights
+from offload_trainer.offloading.pages.manifest import DESCRIPTION, read_store
 from offload_trainer.plan.shape import Weight
 from offload_trainer.run.checkpoint import (
     MADE,
@@ -43,11 +44,11 @@ from offload_trainer.run.checkpoint import (
     read_state,
     reading,
 )
-from offload_trainer.safe_files import Count, Steps, as_kind, is_there, lenient_record, read_back
+from offload_trainer.safe_files import Count, Steps, as_kind, is_there, lenient_record, read_back, shown
 from offload_trainer.storage.atomic_io import bytes_below, copy_tree, make_directories, sync_directory, write_text
-from offload_trainer.storage.owned_dirs import replacing
+from offload_trainer.storage.owned_dirs import MARK, replacing
 from offload_trainer.storage.retention import complete_checkpoints, find_checkpoint
-from offload_trainer.storage.scratch_dir import PAGES, folders_in
+from offload_trainer.storage.scratch_dir import PAGES, folders_in, is_alive, protected
 from offload_trainer.storage.tensorfile import (
     DTYPES,
     SAFETENSORS_DTYPES,
@@ -136,7 +137,23 @@ def final_export(run: Path) -> FinalExport | None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Source]:
-    """Open the weights of a run or a checkpoint, which their run does not remove meanwhile."""
+    """Open the weights of a run, a checkpoint or a dead run's page files, which their run does not remove meanwhile."""
+    described = is_there(path / DESCRIPTION)
+    if described or (is_there(path / MARK) and is_there(path / "state")):
+        if is_alive(path):
+            raise UserError(
+                f"{path}: its run is alive. Ask it for a checkpoint, with a file named save in its run directory or "
+                "SIGUSR1, and export that"
+            )
+        if described:
+            with protected(path):
+                yield _page_files(path).with_buffers()
+            return
+        raise UserError(
+            f"{path}: page files without a {DESCRIPTION}, so that no masters can be read from them: the run died while "
+            "it started, or it is not a run on one node that keeps two copies of its whole state on drives "
+            "(--optimizer nvme --ram-fraction 0 tiered.state_copies=2, no frozen weights); export its newest checkpoint"
+        )
     ended = final_export(path)
     newest = complete_checkpoints(path / "checkpoints")[-1:] if ended else []
     if ended and all(read_state(checkpoint).step < ended.step for checkpoint in newest):
@@ -151,12 +168,11 @@ def opened(path: Path) -> Iterator[Source]:
     try:
         checkpoint = find_checkpoint(path)
     except UserError as error:
-        left = ""
-        with suppress(OSError, ValueError):
-            if folders_in(path / PAGES):
-                left = (
-                    ". It has page files: repeat its command, with --steps N to train no further, and they become one"
-                )
+        left = ""  # page files of a dead run without a checkpoint
+        with suppress(OSError, ValueError, UserError):
+            for folder in folders_in(path / PAGES):
+                if is_there(folder / DESCRIPTION) and not is_alive(folder):
+                    left = left or f". Page files that it left are in {folder}: export that directory"
         raise UserError(f"{error}{left}") from error
     with reading(checkpoint), ExitStack() as stack:
         read_manifest(checkpoint, moments=False)
@@ -196,6 +212,17 @@ def opened_model(directory: Path) -> Iterator[Source]:
             description=str(directory),
         )
         yield source.with_buffers(dict(found.each(found.buffers)))
+
+
+def _page_files(directory: Path) -> Source:
+    stored = read_store(directory)
+    if not os.path.isfile(stored.model / "config.json"):
+        raise UserError(f"{directory}: its model was in {shown(str(stored.model))}, which holds no config.json now")
+    text, run = f"{directory}, after update {stored.step}", stored.model.parent
+    updates = [row.step for row in read_metrics(run / "metrics.jsonl") if not row.skipped]
+    step = next(iter(updates[stored.step - 1 : stored.step]), stored.step)
+    card = _card_of(run, text, RunConfiguration({}), step)
+    return Source(shapes=stored.shapes, read=stored.read, model=stored.model, description=text, card=card)
 
 
 _HEAD = """\

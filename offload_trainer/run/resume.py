@@ -228,7 +228,10 @@ def take_over(
                     try:
                         places.append(scratch_dir.take_over(folder, say=setup.log.say))
                     except BlockingIOError:
-                        raise TrainerError(f"{folder} is in use: its run is running; wait for it to end") from None
+                        raise TrainerError(
+                            f"{folder} is in use: its run is still running, or it is being exported; wait for that to "
+                            "end"
+                        ) from None
                     locks.callback(places[-1].leave)
                 manifest = read_description(folders[0], fix=_RESTORE)
                 for folder in folders:

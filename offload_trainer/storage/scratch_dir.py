@@ -225,7 +225,7 @@ def clear(drive: Path, *, say: Say, listed: Path | None = None, but: Path | None
             remove_dead(folder, what=_WHAT)
             removed += 1
         except (FileNotFoundError, BlockingIOError):
-            pass  # another process has removed it, or looks at it
+            pass  # another process has removed it, or it is being exported
         except (OSError, TrainerError) as error:
             say(f"note: {folder}, which a dead run left, stays: {reason(error)}")
     if removed:
@@ -235,8 +235,7 @@ def clear(drive: Path, *, say: Say, listed: Path | None = None, but: Path | None
 def is_alive(folder: Path) -> bool:
     """Return whether the run of these page files holds their lock. Raises UserError if that cannot be found out."""
     try:
-        # A directory without a mark is never removed.
-        with shared_lock(folder / MARK) if os.path.lexists(folder / MARK) else nullcontext():
+        with protected(folder):
             return False
     except BlockingIOError:
         return True
@@ -244,3 +243,10 @@ def is_alive(folder: Path) -> bool:
         raise UserError(
             f"{folder}: whether its run is alive cannot be known ({reason(error)}); export its newest checkpoint"
         ) from error
+
+
+@contextmanager
+def protected(folder: Path) -> Iterator[None]:
+    """Prevent the removal of a run's page files. Raises BlockingIOError if it lives, NoLocks, and OSError."""
+    with shared_lock(folder / MARK) if os.path.lexists(folder / MARK) else nullcontext():
+        yield  # a directory without a mark is never removed

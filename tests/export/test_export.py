@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from dead_run_files import dead_lease
 from engine_bench import assert_same, batches, engine, masters, model_directory, train
 from published_models import write
 from safetensors.torch import load_file, save_file
@@ -24,6 +25,7 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.loader import resolve_model, write_config
 from offload_trainer.run import export as exports
 from offload_trainer.run.export import export, final_export, write_final
+from offload_trainer.storage.scratch_dir import is_alive, leased, protected
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small", "counted_once")
 
@@ -245,6 +247,22 @@ def test_values_that_overflow_fp16_are_all_named(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
     export(run, tmp_path / "out", dtype="bf16", check=True)
+
+
+# -- page files of a run that died -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_page_files_are_kept_while_they_are_read(tmp_path: Path) -> None:
+    """A new lease removes a dead run's page files unless a reader holds them; a live run's lease is recognised."""
+    with leased(tmp_path) as alive:
+        assert is_alive(alive)
+        dead = dead_lease(alive.parent)
+        with protected(dead), leased(tmp_path):
+            assert not is_alive(dead)
+            assert dead.exists()
+        with leased(tmp_path):
+            assert not dead.exists()
 
 
 # -- weights that a run exports at its end: their record describes the weights that are there --------------------------

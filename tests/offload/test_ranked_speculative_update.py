@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from dead_run_files import stored_masters
 from engine_bench import DROPOUT, digest, engine, model_directory
 from forked_ranks import Case, Result, in_ranks
 from placements import FIRST, hold_up, record_kept
@@ -21,7 +20,7 @@ from test_ranks import AWAY
 
 from offload_trainer import ranks
 from offload_trainer.engine.tiered import TieredEngine
-from offload_trainer.offloading.pages.manifest import read_description, read_newest
+from offload_trainer.offloading.pages.manifest import read_description, read_newest, read_store
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.optim import loss_scale
 
@@ -103,8 +102,8 @@ def record_late(ours: Any, model: Path, read: list[tuple[int, str]]) -> None:
 
     def read_masters() -> None:
         if found := read_newest(read_description(directory)):
-            _, stored = stored_masters(directory)
-            read.append((found.step, digest(stored[name] for name in sorted(stored))))
+            stored = read_store(directory)
+            read.append((found.step, digest(map(stored.read, sorted(stored.shapes)))))
 
     def noted(step: int, *, updating: bool) -> None:
         if not updating:

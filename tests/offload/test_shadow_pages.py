@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from dead_run_files import stored_masters
 from engine_bench import assert_same, batches, engine, masters, plain, train
 from placements import Build
 
-from offload_trainer.offloading.pages.manifest import read_description, read_newest
+from offload_trainer.errors import UserError
+from offload_trainer.offloading.pages.manifest import read_store
+from offload_trainer.offloading.pages.store import DamagedPage
 from offload_trainer.offloading.update.updater import Updater
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
@@ -40,15 +41,16 @@ def test_files_hold_one_whole_step_at_every_moment(
 
     with engine(build.model, *TWO, drives=drives) as ours:
         ours.offloaded.enable_manifest(model=tmp_path)
-        assert read_newest(read_description(lease(drives[0]))) is None
+        with pytest.raises(UserError, match="died before its first update"):
+            read_store(lease(drives[0]))
         before: dict[str, torch.Tensor] = {}
 
         def looked(*given: Any, **words: Any) -> None:
             update(*given, **words)
             if before:
-                step, found = stored_masters(lease(drives[len(seen) % 2]))
-                assert_same(found, before)
-                seen.append(step)
+                stored = read_store(lease(drives[len(seen) % 2]))
+                assert_same({name: stored.read(name) for name in stored.shapes}, before)
+                seen.append(stored.step)
 
         monkeypatch.setattr(Updater, "_update_page", looked)
         for data in batches(4):
@@ -58,6 +60,22 @@ def test_files_hold_one_whole_step_at_every_moment(
             before = masters(ours)
         pages = len(ours.offloaded.store.pages)
     assert seen == [step for step in (1, 2, 3) for _ in range(pages)]
+
+
+def test_a_dead_runs_masters_are_compared_with_their_checksums(build: Build, tmp_path: Path) -> None:
+    with build(TWO) as ours:
+        ours.offloaded.enable_manifest(model=tmp_path)
+        train(ours, batches(2))
+        ours.commit({})
+        ours.synchronize()
+        store = ours.offloaded.store
+        name = next(iter(ours.offloaded.state.pieces(0)))[0]
+        file, offset = store._where(0, store.copies.valid(0))
+        with open(file.path, "r+b") as damaged:
+            damaged.seek(offset)
+            damaged.write(bytes(4096))
+        with pytest.raises(DamagedPage, match=f"of masters at {offset} are damaged or of another step or run"):
+            read_store(lease(build.drive)).read(name)
 
 
 @pytest.mark.parametrize("overlap", ["off", "forward", "backward"])

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from dead_run_files import stored_masters
 from engine_bench import Step, assert_same, batches, engine, masters, model_directory, train
 from placements import skip_last_block
 from reference_muon import MuonWithAdamW
@@ -22,7 +21,7 @@ import offload_trainer as ot
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.errors import UserError
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.offloading.pages.manifest import read_description
+from offload_trainer.offloading.pages.manifest import read_store
 from offload_trainer.optim.muon import MatrixKernel, Products, TorchMuon, has_torchs_muon, orthogonalised
 from offload_trainer.optim.native_kernel import NativeKernel
 from offload_trainer.optim.rules import Muon
@@ -169,13 +168,14 @@ def test_masters_of_a_dead_run_are_read_by_its_manifest(models: dict[str, Path],
         ours.commit({})
         ours.synchronize()
         (index,) = tmp_path.glob("drive/offload-trainer/run-*/store.json")
-        assert_same(stored_masters(index.parent)[1], masters(ours))
+        stored = read_store(index.parent)
+        assert_same({name: stored.read(name) for name in stored.shapes}, masters(ours))
         told = json.loads(index.read_text())
         assert told["rule"] == "muon"
         for wrong in ({"rule": "sgd"}, {"states": "8bit"}):
             index.write_text(json.dumps(told | wrong))
             with pytest.raises(UserError):
-                read_description(index.parent)
+                read_store(index.parent)
 
 
 # -- layout ----------------------------------------------------------------------------------------------------------

@@ -9,14 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from commands import KILL, TINY, Run, call, faulty, results
+from commands import KILL, TINY, Run, ask, call, faulty, results
 from dead_run_files import dead_lease
+from engine_bench import assert_same
+from safetensors.torch import load_file
 from sample_plans import timed
 
-from offload_trainer.errors import RERUN_HINT
-from offload_trainer.offloading.pages.manifest import read_description, read_newest
+from offload_trainer.errors import RERUN_HINT, UserError
+from offload_trainer.offloading.pages.manifest import read_description, read_newest, read_store
 from offload_trainer.run import resume
 from offload_trainer.run.checkpoint import TrainState
+from offload_trainer.run.export import opened
 from offload_trainer.run.planning import as_page_files
 from offload_trainer.run.resume import STARTS_OVER, earlier_run, resume_hint
 from offload_trainer.settings import load_config
@@ -366,6 +369,33 @@ def test_only_their_own_run_takes_page_files(place: Path, tmp_path: Path) -> Non
     (line,) = messages
     assert f"{lease} stays: it has the page files of the run in {tmp_path}/run" in line
     assert lease.exists()
+
+
+@pytest.mark.slow
+def test_export_of_the_page_files_of_a_dead_run(place: Path, tmp_path: Path) -> None:
+    words = ["--nvme", place, *ALL, "optim.schedule=constant", "optim.warmup_steps=0"]
+    killed("page=110", *words, output=tmp_path / "run")
+    (lease,) = (place / "offload-trainer").iterdir()
+    done = ask("export", lease, tmp_path / "hf", "--dtype", "fp32")
+    assert done.returncode == 0, done.stderr
+    told = ask("export", tmp_path / "run", tmp_path / "other", "--dtype", "fp32")
+    assert told.returncode == 2
+    assert f"Page files that it left are in {lease}: export that directory" in told.stderr
+    step = read_store(lease).step
+    assert 0 < step < STEPS
+    ended = call(*words, "--steps", step, output=tmp_path / "short").output / "export"
+    assert_same(*(load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", ended)))
+
+
+@pytest.mark.slow
+def test_page_files_of_a_run_that_died_while_it_started_are_nothing_to_export(place: Path) -> None:
+    with leased(place) as lease:
+        (lease / "state").write_bytes(bytes(8192))
+        with pytest.raises(UserError, match="its run is alive"):
+            opened(lease).__enter__()
+    dead = dead_lease(place / "offload-trainer")
+    with pytest.raises(UserError, match="no masters can be read from them: the run died while it started"):
+        opened(dead).__enter__()
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@
 Only a run whose whole state is on drives, in two copies of each page, has a manifest (`run/resume.py`). Its files
 always contain one whole step. A killed process loses no completed write, because the kernel still has it. Against a
 power cut, pages are synced before the record that names them is written, and the record is synced before the next
-update overwrites the old copies.
+update overwrites the old copies. `read_store` reads the masters of a dead run.
 
 The record has two slots that are written in turn, each with a number and a CRC-32. A slot torn by a kill or a power cut
 fails its CRC-32, and the other slot has the previous record. The file has a fixed size and its blocks are allocated
@@ -16,27 +16,31 @@ renaming would cost two filesystem journal entries each time.
 """
 
 import json
+import math
 import os
 import secrets
 import struct
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from pydantic import Field
 
-from offload_trainer.errors import UserError
-from offload_trainer.offloading.pages.store import PageStore, PageTable
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.offloading.pages.store import DamagedPage, PageStore, PageTable
+from offload_trainer.optim.kernel_api import zlib_sum
 from offload_trainer.optim.state_files import EngineState, FormatName, RuleName
 from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
 from offload_trainer.plan.tiers import size_of_home
-from offload_trainer.safe_files import Count, Line, Steps, exact_record, file_bytes, parsed, read_back, shown
+from offload_trainer.safe_files import Count, Line, Steps, exact_record, file_bytes, open_file, parsed, read_back, shown
 from offload_trainer.storage.atomic_io import sync_directory, write_text
-from offload_trainer.storage.tensorfile import write_all
+from offload_trainer.storage.tensorfile import DTYPES, write_all
 
 DESCRIPTION, RECORD = "store.json", "record"
 FIX = "Export the run's newest checkpoint"
@@ -53,6 +57,10 @@ class ManifestWeight:
     shape: tuple[Count, ...]
     unit: Count
     start: Count
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 @exact_record
@@ -244,6 +252,77 @@ def files_of(manifest: StoreManifest) -> list[Path]:
         if need and (not file.is_file() or file.stat().st_size < need):
             raise ValueError(f"{shown(str(file))} is not there, or is shorter than its {need} bytes")
     return files
+
+
+# -- masters of a dead run ---------------------------------------------------------------------------------------------
+
+
+class StoredMasters:
+    """The master weights in the page files of a dead run, after `step` updates of the model in directory `model`."""
+
+    def __init__(self, manifest: StoreManifest, newest: Newest) -> None:
+        """Raise ValueError if files are missing or too short, or if a weight is not on pages as a whole."""
+        self.step, self.model = newest.step, Path(manifest.model)
+        self.shapes = {weight.name: weight.shape for weight in manifest.weights}
+        self._files, self._table, (self._copies, sums) = files_of(manifest), manifest.table, newest.pages
+        self._sums = memoryview(sums).cast("I")[:: len(manifest.format.fields)]  # of masters, which are the first field
+        self._weights = {weight.name: weight for weight in manifest.weights}
+        for weight in manifest.weights:
+            held = sum(given.stop - given.start for _, _, given in self._pages(weight))
+            if held != weight.numel:
+                raise ValueError(
+                    f"{DESCRIPTION} has pages for {held} elements of {weight.name}, which has {weight.numel}"
+                )
+        self._masters = lru_cache(maxsize=1)(self._read_page)  # weights follow each other in pages
+
+    def _pages(self, weight: ManifestWeight) -> Iterator[tuple[int, slice, slice]]:
+        return self._table.touched(weight.unit, weight.start, weight.numel)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return one whole master, in fp32.
+
+        Raises TrainerError if a file is too short or cannot be read, or a page does not have its checksum.
+        """
+        weight = self._weights[name]
+        out = torch.empty(weight.numel, dtype=torch.float32)
+        for number, held, given in self._pages(weight):
+            out[given] = self._masters(number)[held]
+        return out.view(weight.shape)
+
+    def _read_page(self, number: int) -> torch.Tensor:
+        path, kind = self._files[self._table.homes[number]], self._table.format.fields["master"]
+        data = torch.empty(kind.padded(self._table.pages[number]), dtype=torch.uint8)
+        offset = self._table.offset(number, copy=self._copies[number])
+        try:
+            with open(open_file(path), "rb") as file:
+                file.seek(offset)
+                got = file.readinto(data.numpy().data)
+        except (OSError, ValueError) as error:
+            raise TrainerError(f"{path}: {data.numel()} bytes at {offset} cannot be read: {error}") from error
+        if got != data.numel():
+            raise TrainerError(f"{path}: cut short: {got} of {data.numel()} bytes at {offset}")
+        if zlib_sum(data) != self._sums[number]:
+            raise DamagedPage(
+                f"{path}: {data.numel()} bytes of masters at {offset} are damaged or of another step or run: "
+                f"they do not have the CRC-32 that they were written with. {FIX}"
+            )
+        return data.view(DTYPES[kind.dtype])
+
+
+def read_store(directory: Path) -> StoredMasters:
+    """Return the masters in a private directory that a dead run left.
+
+    Raises UserError if the run died before its first update, or the manifest is missing or damaged.
+    """
+    manifest = read_description(directory)
+    newest = read_newest(manifest)
+    if newest is None:
+        raise UserError(f"{directory}: its run died before its first update; there is nothing in it to export")
+    try:
+        refuse_outside(directory, manifest)
+        return StoredMasters(manifest, newest)
+    except (ValueError, OSError) as error:
+        raise UserError(f"{directory}: {error}. {FIX}") from error
 
 
 # -- the record's file -------------------------------------------------------------------------------------------------

@@ -192,6 +192,9 @@ class TrainSection(_Section):
     """steps between validations; 0: only at the end"""
     eval_rows: PositiveInt = 32
     """validation rows used each time"""
+    stop_within: PositiveFloat | Auto = "auto"
+    """seconds from a stop signal until the scheduler kills the run; it stops at once if the step and a save would take
+    longer; auto: no limit"""
 
     @property
     def known_steps(self) -> int | None:

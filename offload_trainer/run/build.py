@@ -32,7 +32,7 @@ from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.ranks import everybody, nodes, place_here
 from offload_trainer.run.checkpoint import Checkpoints, RunRecord, TrainState
 from offload_trainer.run.directory import Log, record_of
-from offload_trainer.run.loop import Job
+from offload_trainer.run.loop import Job, TimeToSave
 from offload_trainer.run.planning import Planned
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.host_memory import return_now, set_malloc_threshold
@@ -200,6 +200,7 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
     if section.streamed:
         data.tokens.remember(output / POINTS, writes=setup.log.loud)
     peak = setup.machine.rates.matmul.get(setup.config.model.dtype)
+    need, (_, write) = checkpoint_bytes(setup.plan.work), setup.machine.rates_of(setup.machine.output)
     telemetry = _telemetry(setup, done=done) if setup.log.loud else None
     clock = PhaseClock()
     if torch.cuda.is_available():  # DeepSpeed uses streams that do not wait for each other at a phase's end
@@ -219,9 +220,10 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
             output / "checkpoints",
             record=setup.record,
             keep=setup.config.save.keep,
-            need_bytes=checkpoint_bytes(plan.work),
+            need_bytes=need,
             say=setup.log.say,
         ),
+        to_save=TimeToSave(step=plan.forecast.step, save=need / write + (plan.forecast.seconds.get("update") or 0.0)),
         cannot_save=plan.cannot_save,
         save_every=max(1, train.steps // 10) if every == "auto" else every,
         save_request_file=output / "save",

@@ -87,6 +87,7 @@ class Checkpoints:
     ) -> None:
         """Prepare saving under `root`; nothing is written yet. `need_bytes`: bytes of one checkpoint's tensors."""
         self.saved: int | None = None  # newest step whose checkpoint is complete
+        self.seconds: float | None = None  # duration of the latest save, from the call of `save` on
         self.record = record
         self._root, self._keep, self._need, self._say = root, keep, need_bytes, say
         self._place = _device_and_inode(root.parent)
@@ -102,6 +103,7 @@ class Checkpoints:
         untouched. A failure in the background thread is raised by `synchronize` or the next `save`.
         """
         self.synchronize()
+        start = time.perf_counter()
         everybody().first(self._make_room)
         wait_for_all()
         snapshot = engine.snapshot()
@@ -109,6 +111,7 @@ class Checkpoints:
         def work(group: Group) -> None:
             with closing(snapshot):
                 self._write(snapshot, state, group)
+                self.seconds = time.perf_counter() - start
 
         if not snapshot.concurrent:
             work(everybody())
@@ -116,6 +119,11 @@ class Checkpoints:
             return
         self._worker = self._worker or Workers(1, "save")
         self._under_way = self._worker.submit(partial(work, self._beside_training)), snapshot, state.step
+
+    @property
+    def saving(self) -> bool:
+        """True while a checkpoint is being written."""
+        return self._under_way is not None and not self._under_way[0].done
 
     @property
     def ended(self) -> bool:

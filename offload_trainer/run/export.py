@@ -445,6 +445,7 @@ _ASIDE = {
     "data.template_date",  # what a template printed is in the text
     *("data.cache", "optim.kernel", "train.eval_every", "train.eval_rows"),
     "train.epochs",  # the run records the resulting steps
+    "train.stop_within",
 }
 
 

@@ -5,6 +5,7 @@ The loop is independent of the engine and the model. Everything it uses is in a 
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -24,9 +25,41 @@ from offload_trainer.run.signals import StopRequest
 from offload_trainer.telemetry.meters import IoCount, PhaseClock, forget_peak_rss, memory_of_step, read_io
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 from offload_trainer.telemetry.sinks import Telemetry
+from offload_trainer.units import format_seconds
 
 _AUTO_WARMUP, _AUTO_DECAY = 0.02, 0.20  # shares of a run's steps
+_LATEST = 5  # steps, of which the longest counts
+_MARGIN, _SECONDS_TO_END = 1.1, 1.0  # factor on an estimate that must be kept; time to close everything
 _LARGEST_EXPONENT = 709  # a float holds e to the power of this
+
+
+class TimeToSave:
+    """Estimate of the seconds until the current step is complete and saved, which `train.stop_within` is compared with.
+
+    Durations are those of earlier steps, validations and saves. A signal handler may read the estimate at any moment.
+    """
+
+    def __init__(self, *, step: float | None, save: float) -> None:
+        """Start with the plan's seconds of a step (None: unknown) and of a checkpoint, until both were measured."""
+        self._planned_step, self.save = step, save
+        self._took = {"step": deque[float](maxlen=_LATEST), "validation": deque[float](maxlen=1)}
+        self._left: tuple[str, ...] = ("save",)
+        self._since = time.monotonic()
+
+    def begin(self, *phases: str) -> None:
+        """Begin the first of the phases ("step", "validation", "save") that are left until the step is saved."""
+        now = time.monotonic()
+        if (ended := self._left[0]) in self._took:
+            self._took[ended].append(now - self._since)
+        self._left, self._since = phases, now
+
+    @property
+    def seconds(self) -> float | None:
+        """Return the estimate; None in a first step whose seconds the plan does not know."""
+        known = {"step": max(self._took["step"], default=self._planned_step), "save": self.save}
+        known["validation"] = max(self._took["validation"], default=0.0)
+        this, *later = (known[phase] for phase in self._left)
+        return None if this is None else max(this - time.monotonic() + self._since, 0.0) + sum(filter(None, later))
 
 
 @dataclass
@@ -44,6 +77,7 @@ class Job:
     telemetry: Telemetry | None  # rank 0 only
     say: Callable[[str], None]
     checkpoints: Checkpoints
+    to_save: TimeToSave
     cannot_save: str | None  # why this run cannot write exact checkpoints; None: it can
     save_every: int  # steps between checkpoints; 0: only on request
     save_request_file: Path  # creating this file requests a checkpoint
@@ -77,14 +111,19 @@ def train(
             try:
                 if state.step and state.step == job.unvalidated:
                     _evaluate(job, state.step)
+                last = state.step + 1 == job.train.steps
+                validates = last or (every > 0 and (state.step + 1) % every == 0)
+                job.to_save.begin(*(["step", "validation", "save"] if validates else ["step", "save"]))
                 state, job.unvalidated = _step(job, state, batches), 0
-                if state.step == job.train.steps or (every > 0 and state.step % every == 0):
+                if validates:
+                    job.to_save.begin("validation", "save")
                     _evaluate(job, state.step)
             except Exception as error:
                 if not fills_gpu(error):
                     raise
                 _keep(job, state)
                 raise GpuFull(error, unvalidated=job.unvalidated) from error
+            job.to_save.begin("save")
             stop, wished, ended = _agree(job, asked)
             _save_if_due(job, state, stopping=bool(stop), wished=wished, ended=ended)
             if stop:
@@ -112,6 +151,22 @@ def _keep(job: Job, state: TrainState) -> None:
             job.checkpoints.synchronize()
     except Exception as error:
         job.say(f"note: no checkpoint of step {state.step} can be made: {' '.join(str(error).split())[:300]}")
+
+
+def too_late(job: Job) -> str | None:
+    """Return why finishing this step and saving exceeds `train.stop_within`, None if it does not or is not known."""
+    within, seconds = job.train.stop_within, job.to_save.seconds
+    if within == "auto" or seconds is None:
+        return None
+    if job.checkpoints.saving:
+        seconds += job.to_save.save  # The checkpoint in progress is completed first.
+    seconds = seconds * _MARGIN + _SECONDS_TO_END
+    if seconds <= within:
+        return None
+    return (
+        f"finishing this step and saving would take about {format_seconds(seconds)}, longer than "
+        f"train.stop_within={within:g}"
+    )
 
 
 def _save_if_due(job: Job, state: TrainState, *, stopping: bool, wished: bool, ended: bool) -> None:
@@ -173,6 +228,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
             **memory_of_step(job.swaps),
         )
         job.telemetry.step(record)
+    job.to_save.save = job.checkpoints.seconds or job.to_save.save
     if result.skipped:
         everybody().first(partial(_refuse_nonfinite, job, result, step=state.step))
     return state

@@ -2,6 +2,7 @@
 
     start, build     stop_at_once    raises Stopped at the current line; open resources are closed on the way out
     training, end    waiting         records the signal; the current step, save or export is finished first
+                                     unless that takes longer than `train.stop_within`: then as the second signal
                      second signal   stops immediately, without saving, and cleans up; a third has its default action
 
 A terminal that closes sends SIGHUP, often twice (from the kernel and the shell), and systemd sends it after SIGTERM,
@@ -30,6 +31,8 @@ class StopRequest:
     stop: int = 0  # number of the first signal that asked the run to stop, or 0
     save: bool = False  # SIGUSR1 asked for a checkpoint
     answer: str = "finishing this step, then saving"  # printed when the first signal arrives
+    # Returns why the run cannot finish and save in time, or None. Called from the handler of the first signal.
+    too_late: Callable[[], str | None] = lambda: None
 
 
 def stop_at_once() -> AbstractContextManager[None]:
@@ -56,6 +59,8 @@ def waiting(*, say: Callable[[str], None] | None, same_within: float = 0.0) -> I
         if now >= insisted and not hangup:
             _raise_until_caught(number, unsaved="the second signal; stopped at once, unsaved")
         first = not asked.stop
+        if first and (why := asked.too_late()):
+            _raise_until_caught(number, unsaved=f"{why}; stopped at once, unsaved")
         asked.stop = asked.stop or number
         insisted = insisted if hangup else min(insisted, now)
         if first and say:

@@ -261,6 +261,7 @@ def _train_to_end(setup: Setup, job: Job, *, begins: TrainState | None, checkpoi
     """Run the training loop, then export and report. Raises Interrupted if a signal stopped the run."""
     steps, output, log = job.train.steps, setup.output, setup.log
     with waiting(say=log.say_now, same_within=ECHO if has_launcher() else 0.0) as asked:
+        asked.too_late = partial(loop.too_late, job)
         if job.cannot_save:
             asked.answer = "finishing this step, then exporting the weights; a checkpoint cannot be made here"
         if job.telemetry:

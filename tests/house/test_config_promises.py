@@ -34,6 +34,7 @@ ELSEWHERE = {
     "optim.eps": "offload/test_against_torch.py",
     "optim.weight_decay": "run/test_import_trainer.py",
     "optim.on_nonfinite_grad": "offload/test_nonfinite.py",
+    "train.stop_within": "run/test_ends.py",
 }
 
 # Sizes for DeepSpeed: the test checks only that DeepSpeed receives them.

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from commands import COMMAND, call, everything, faulty, results, run_script
+from commands import COMMAND, TINY, assert_same_run, call, everything, faulty, results, run_script
 from dead_run_files import died
 from safetensors.torch import load_file
 
@@ -60,6 +60,25 @@ def test_signals_in_each_phase(fault: str, code: int, outcome: str, drive: Path,
         assert not list(run.output.glob("checkpoints/.*"))
         assert not log.exists() or log.read_text().splitlines()[-1][20:].startswith("ended: " if code else "done:")
     assert not list(run.output.glob(".*.tmp"))
+
+
+# -- stops with a deadline ---------------------------------------------------------------------------------------------
+
+
+def test_a_stop_that_does_not_fit_ends_at_once_and_resumes(tmp_path: Path) -> None:
+    always = [*TINY, "--steps", 6, "--save-every", 2, "train.eval_every=0"]
+    whole = call(*always, output=tmp_path / "whole")
+    for within, saved, told in ((0.5, 2, "stopped at once, unsaved"), (600, 3, "everything saved")):
+        words = [*always, f"train.stop_within={within}"]
+        output = tmp_path / f"within-{within}"
+        run = faulty(f"pause~{output}/checkpoints/step-00000002/MANIFEST.json+TERM@line=3", *words, output=output)
+        assert run.code == 128 + signal.SIGTERM, run.text
+        assert told in run.text
+        assert complete_checkpoints(output / "checkpoints")[-1].name == f"step-{saved:08d}"
+        assert "train.stop_within=0.5" in run.text or within == 600
+        again = call(*words, output=output)
+        assert f"step {saved}" in again.text
+        assert_same_run(again, whole)
 
 
 # -- runs without checkpoints ------------------------------------------------------------------------------------------

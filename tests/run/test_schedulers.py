@@ -1,6 +1,7 @@
 """Tests of the file for Slurm, with stand-ins for Slurm's programs; test_ends.py has runs that are told to stop."""
 
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -11,6 +12,7 @@ from commands import environment
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
+BATCH = (ROOT / "configs/slurm.sbatch").read_text()
 STOPPED = 128 + signal.SIGTERM
 
 
@@ -46,8 +48,14 @@ def test_the_batch_file_requeues_only_preempted_jobs(code: int, ends: str, reque
     words = ["--data", "a b.jsonl"]
     done = subprocess.run(["bash", ROOT / "configs/slurm.sbatch", *words], cwd=tmp_path, env=env)
     assert done.returncode == code
-    ranks = [f"{rank} {rank % 2} 4 2 one --data a b.jsonl" for rank in range(4)]
+    ranks = [f"{rank} {rank % 2} 4 2 one --data a b.jsonl train.stop_within=100" for rank in range(4)]
     assert (tmp_path / "ranks").read_text().splitlines() == ranks
     assert (tmp_path / "requeued").exists() == requeued
     if requeued:
         assert (tmp_path / "requeued").read_text() == "requeue 123\n"
+
+
+def test_the_batch_file_warns_in_time() -> None:
+    (within,) = re.findall(r"^STOP_WITHIN=(\d+)$", BATCH, re.MULTILINE)
+    (seconds,) = re.findall(r"^#SBATCH --signal=TERM@(\d+)\b", BATCH, re.MULTILINE)
+    assert int(within) < int(seconds)

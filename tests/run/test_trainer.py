@@ -1,11 +1,11 @@
-"""Tests of the training loop: signals that arrive while ranks exchange requests, sums over ranks."""
+"""Tests of the training loop: signals that arrive while ranks exchange requests, sums over ranks, time to stop."""
 
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -14,6 +14,24 @@ from offload_trainer.run import loop
 from offload_trainer.run.checkpoint import TrainState
 from offload_trainer.run.signals import StopRequest
 from offload_trainer.telemetry.meters import IoCount
+
+
+class Unsaved(nullcontext):
+    ended = False
+
+
+def job_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(loop, "_step", lambda job, state, batches: replace(state, step=state.step + 1))
+    monkeypatch.setattr(loop, "_evaluate", lambda job, step: None)
+    return SimpleNamespace(
+        train=SimpleNamespace(steps=9, micro_batch_size=1, eval_every=0),
+        train_rows=SimpleNamespace(train_batches=lambda *_, **__: iter(())),
+        engine=SimpleNamespace(rank=0, world=1),
+        checkpoints=Unsaved(),
+        to_save=loop.TimeToSave(step=None, save=0.0),
+        commit=None,
+        telemetry=None,
+    )
 
 
 @pytest.mark.parametrize("at", [1, 2])
@@ -31,11 +49,7 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(
 
     monkeypatch.setattr(loop, "all_gather_json", slowly)
     monkeypatch.setattr(loop, "_save_if_due", lambda job, state, **why: saved.append((state.step, why["stopping"])))
-    monkeypatch.setattr(loop, "_step", lambda job, state, batches: replace(state, step=state.step + 1))
-    monkeypatch.setattr(loop, "_evaluate", lambda job, step: None)
-    job = MagicMock(train=SimpleNamespace(steps=9, micro_batch_size=1, eval_every=0), commit=None, telemetry=None)
-    job.checkpoints.__exit__.return_value = job.checkpoints.ended = False
-    state = loop.train(job, asked)
+    state = loop.train(job_of(monkeypatch), asked)
     assert state.step == at + 1
     assert saved[-1] == (at + 1, True)
     assert asked.stop == signal.SIGTERM
@@ -56,9 +70,11 @@ def test_traffic_of_all_ranks_is_summed_and_rows_that_they_share_count_once(
 
 def test_a_checkpoint_on_request_that_cannot_be_made_is_said() -> None:
     messages: list[str] = []
-    train = SimpleNamespace(steps=9)
-    job: Any = SimpleNamespace(train=train, save_every=0, cannot_save="no moments", say=messages.append)
-    loop._save_if_due(job, TrainState(3, 0, 0), stopping=False, wished=True, ended=False)
+    job: Any = SimpleNamespace(
+        train=SimpleNamespace(steps=9), save_every=0, cannot_save="no moments", say=messages.append, checkpoints=None
+    )
+    state = TrainState(step=3, tokens=0, data_position=0)
+    loop._save_if_due(job, state, stopping=False, wished=True, ended=False)
     assert messages == ["no checkpoint was made: no moments"]
 
 
@@ -68,3 +84,27 @@ def test_a_directory_in_the_place_of_the_request_file_is_no_request(tmp_path: Pa
         telemetry=True, save_request_file=tmp_path / "save", checkpoints=SimpleNamespace(ended=False)
     )
     assert loop._agree(job, StopRequest()) == (0, False, False)
+
+
+def test_what_is_left_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
+    left = loop.TimeToSave(step=None, save=4.0)
+    left.begin("step", "validation", "save")
+    assert left.seconds is None  # nobody knows the seconds of a first step
+    now[0] = 10.0
+    left.begin("validation", "save")
+    now[0] = 13.0
+    left.begin("save")
+    assert left.seconds == 4.0
+    now[0] = 15.0
+    assert left.seconds == 2.0
+    left.begin("step", "validation", "save")
+    now[0] = 16.0
+    assert left.seconds == 9 + 3 + 4
+    left.save = 6.0
+    now[0] = 26.0  # the step takes longer than the one before
+    assert left.seconds == 0 + 3 + 6
+    left.begin("save")
+    left.begin("step", "save")
+    assert left.seconds == 11 + 6  # the longest of the latest steps

@@ -15,7 +15,6 @@ REQUIRED = {
     "pydantic": "2.8",
     "safetensors": "0.4.3",
     "psutil": "5.9.4",
-    "tqdm": "4.66.3",
     "PyYAML": "6.0.2",
 }
 OPTIONAL = {

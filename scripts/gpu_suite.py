@@ -33,7 +33,7 @@ from gpu_stages import speed  # noqa: E402
 from gpu_stages.stage import Record, Stage  # noqa: E402
 from worker import Failure, facts  # noqa: E402
 
-NEEDED = ("torch", "transformers", "pydantic", "safetensors", "psutil", "tqdm", "yaml")  # required by the package
+NEEDED = ("torch", "transformers", "pydantic", "safetensors", "psutil", "yaml")  # required by the package
 
 
 # -- stages that run commands: the update kernels, tests, and the rates of this machine --------------------------------

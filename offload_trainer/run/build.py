@@ -53,7 +53,6 @@ class Setup(Planned):
 
     @property
     def drives(self) -> list[Path]:
-        """The directories of --nvme."""
         return [Path(drive).expanduser() for drive in self.config.placement.nvme]
 
     @property
@@ -63,7 +62,6 @@ class Setup(Planned):
 
     @cached_property
     def record(self) -> RunRecord:
-        """The metadata of the run's checkpoints."""
         identity = self.identity | self.data.identity()
         return record_of(self, identity=identity, model=self.output / "model")
 
@@ -71,9 +69,8 @@ class Setup(Planned):
 def with_steps(setup: Setup, begins: TrainState | None, *, say: Callable[[str], None] = lambda line: None) -> Setup:
     """Return the setup with `train.steps` computed from `train.epochs`, and say so, unless that is `auto`.
 
-    The result is the smallest number of steps that visits all rows of the epochs; the last step may visit a few more.
-    `begins`: the state that the run resumes from; its rows count as visited, even if its steps had another size. Raises
-    UserError if the warm-up is longer than the run.
+    It is the smallest number of steps that visits all rows of the epochs. `begins`: the state that the run resumes
+    from, whose rows count as visited. Raises UserError if the warm-up is longer than the run.
     """
     train, plan = setup.config.train, setup.plan
     if train.epochs == "auto":
@@ -89,10 +86,7 @@ def with_steps(setup: Setup, begins: TrainState | None, *, say: Callable[[str], 
 
 
 def build_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engine:
-    """Build the engine that the plan names.
-
-    `swaps`: the run's private directories on drives. `load_weights`: False if a checkpoint supplies the weights.
-    """
+    """Build the plan's engine on the private directories `swaps`; without `load_weights` a checkpoint supplies them."""
     plan, sizes, config = setup.plan, setup.plan.sizes, setup.config
     if plan.engine == "tiered":
         from offload_trainer.engine.tiered import TieredEngine
@@ -143,8 +137,7 @@ def build_job(
     """Lease directories on the drives, build the engine and return the Job. `stack` closes everything opened.
 
     `begins`: state that the run resumes from; None at step 0. `instead`: directories of page files to use in place of
-    new ones. `resume` loads these into the engine, before records of later steps are removed from the run's metrics, so
-    that a failure leaves them.
+    new ones. `resume` loads these into the engine, before records of later steps are removed from the run's metrics.
     """
     log = setup.log
     drives = setup.drives if setup.plan.uses_drives else []
@@ -250,7 +243,7 @@ def _telemetry(setup: Setup, *, done: int) -> Telemetry:
     if plan.forecast.behind and "update" in bounds:
         bounds["wait"] = bounds["update"]
     screen = Screen(setup.config.train.steps, initial=done, say=setup.log.say, bounds=bounds, drives=plan.uses_drives)
-    setup.log.above, setup.log.clear = screen.above, screen.clear
+    setup.log.clear, setup.log.live = screen.clear, screen.live
     trackers = None
     if names := save.trackers:
         sections = setup.record.run["config"].items()

@@ -80,10 +80,7 @@ class RunRecord:
 
 
 class Checkpoints:
-    """Saver of a run's state under `root`, one checkpoint at a time.
-
-    Use it as a context manager: on exit it finishes the save in progress, or abandons it if the run is aborting.
-    """
+    """Saver of a run's state under `root`, one checkpoint at a time. Its exit ends or abandons the one in progress."""
 
     def __init__(
         self, root: Path, *, record: RunRecord, keep: int, need_bytes: int, say: Callable[[str], None]
@@ -130,10 +127,7 @@ class Checkpoints:
 
     @property
     def ended(self) -> bool:
-        """True if a background save has finished on this rank and `synchronize` has not collected it yet.
-
-        All ranks must call `synchronize` after the same step, so the trainer first agrees on this value.
-        """
+        """True if a background save has finished on this rank; the ranks agree on that before they `synchronize`."""
         return self._under_way is not None and self._under_way[0].done
 
     def synchronize(self) -> None:
@@ -214,7 +208,6 @@ class Checkpoints:
 
 
 def checkpoint_of(root: Path, step: int) -> Path:
-    """Return the directory of a step's checkpoint in `root`."""
     return root / f"step-{step:08d}"
 
 
@@ -231,7 +224,7 @@ def write_checkpoint(
     """Write a checkpoint under a hidden name, then rename it to `final`; return each file's size and CRC-32.
 
     Collective over `group`. `also`: called on the first rank with the hidden directory before the manifest is written;
-    it may write more files, and returns the sizes and checksums of those that it has already computed.
+    it may write more files, and returns what it knows of their sizes and checksums.
     """
     new = name_in_workplace(final)
     with ExitStack() as stack:
@@ -344,7 +337,7 @@ def configuration_of(directory: Path) -> dict[str, dict[str, Any]]:
 def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return one line per setting of `STEERING` that differs between those saved as `name` and the current ones.
 
-    The steps of a run by epochs are not compared: they follow from what it resumes from.
+    The steps of a run by epochs follow from what it resumes from, and are not compared.
     """
     by_epochs = now.get("train", {}).get("epochs", "auto") != "auto"
     return [

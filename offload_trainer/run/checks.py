@@ -95,10 +95,7 @@ def refuse_another(planned: Planned, checkpoint: Path | None) -> None:
 
 
 def refuse_other_programs(config: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise UserError if ranks differ in versions, configuration, or hardware that changes results in the last bits.
-
-    Collective.
-    """
+    """Raise UserError if ranks differ in versions, configuration or hardware that changes the last bits. Collective."""
     facts: dict[str, Any] = {
         "offload_trainer": __version__,
         "Python": platform.python_version(),
@@ -141,10 +138,7 @@ def _refuse_different(mine: Mapping[str, Any], *, fix: str) -> None:
 
 
 def refuse_node(planned: Planned, machine: MachineProfile) -> None:
-    """Raise UserError if this node differs in kind from rank 0's node or lacks memory or disk space for its plan.
-
-    `machine`: the profile of this node.
-    """
+    """Raise UserError if this node, `machine`, differs in kind from rank 0's, or lacks memory or space for its plan."""
     here, plan, config = f"node {socket.gethostname()}", planned.plan, planned.config
     if machine.device != planned.machine.device:
         kinds = {"gpu": "computes on a GPU", "ram": "has no GPU"}

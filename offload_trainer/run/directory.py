@@ -13,8 +13,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
 from typing import Any
@@ -50,14 +50,13 @@ _INSTANT = 1.0  # seconds to wait for the lock
 class Log:
     """Message log: writes to log.txt, once there is a run directory, and to stderr. Silent on ranks other than 0.
 
-    The file is written first, because stderr may block or be closed. `above` and `clear` are a Screen's, once there is
-    one.
+    The file comes first, because stderr may block or be closed. `clear` and `live` are a Screen's, once there is one.
     """
 
     loud: bool
-    file: RawIOBase | None = field(default=None)
-    above: Callable[[], AbstractContextManager[None]] = nullcontext
+    file: RawIOBase | None = None
     clear: str = ""
+    live: Callable[[], str] = str
 
     @contextmanager
     def opened(self, output: Path) -> Iterator[None]:
@@ -71,8 +70,7 @@ class Log:
     def say(self, line: str) -> None:
         if self.loud:
             self.write(line)
-            with self.above():
-                print(shown(line), file=sys.stderr, flush=True)
+            print(f"{self.clear}{shown(line)}\n{self.live()}", end="", file=sys.stderr, flush=True)
 
     def say_now(self, line: str) -> None:
         """Log a line from a signal handler."""
@@ -97,8 +95,7 @@ def hold(stack: ExitStack, output: Path, log: Log, *, create: bool) -> int:
     """Lock the run directory until `stack` closes; return the descriptor of the lock. Collective.
 
     It is -1 on ranks other than 0, and where there is no lock that this user may write, unless `create`, which creates
-    the directory if needed. Retries, since a list of runs holds a lock briefly. Raises UserError if another run has it.
-    On a filesystem without locks, print a note and continue without protection from a second run.
+    the directory if needed. Raises UserError if another run has it. Prints a note on a filesystem without locks.
     """
     locks: list[int] = []
 
@@ -146,8 +143,7 @@ def refuse_strangers(output: Path) -> None:
 def run_directory(output: Path, log: Log, *, lock: int) -> Iterator[None]:
     """Log to the locked run directory within this context, including the reason if the run fails.
 
-    First removes leftovers of killed runs. `lock`: the descriptor from `hold`. Its file has the pid while the run
-    lives, so content found at the start means that a run was killed.
+    First removes leftovers of killed runs. The file of `lock`, the descriptor from `hold`, has the pid of a living run.
     """
     with log.opened(output):
         try:

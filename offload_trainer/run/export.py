@@ -2,18 +2,15 @@
 
     Source ── weights by the model's names ──saved_groups──> hub layout ──> 16 or 32 bits ──> shards, index, card
 
-A source is a checkpoint, a live engine, or a run's final weights. A run directory stands for its newest checkpoint, or
-else for its final weights. The model card is the README.md of an export.
+A source is a checkpoint, a live engine, or a run's final weights. One tensor is in memory at a time, or one group of
+tensors where transformers fuses tensors that are separate on the hub. The directory is written under a temporary name
+and renamed when it is complete. Its README.md is the model card.
 
-One tensor is in memory at a time, or one group of tensors where transformers fuses tensors that are separate on the
-hub. The directory is written under a temporary name and renamed when it is complete.
-
-A run that makes no checkpoints leaves such a directory at its end:
+A run that makes no checkpoints leaves such a directory at its end, and a later start neither overwrites it nor trains
+a finished run again:
 
     RUN/export/        fp32, in transformers' layout
     RUN/export.json    the step, the run and its identity; written before export/ gets its name
-
-A later start neither overwrites them nor trains a finished run again.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -62,7 +58,8 @@ from offload_trainer.storage.tensorfile import (
     describe_invalid_values,
 )
 from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
-from offload_trainer.units import format_bytes, format_count, format_seconds
+from offload_trainer.telemetry.report import in_words, results
+from offload_trainer.units import format_bytes
 from offload_trainer.units import shown as printable
 
 NamedTensor = tuple[str, torch.Tensor]
@@ -80,7 +77,7 @@ class Source:
     read: Callable[[str], torch.Tensor]  # read one of them, any number of times
     model: Path  # directory with config.json and the tokenizer
     description: str  # what messages call the source
-    card: Callable[[str], str]  # the model card for a dtype
+    card: Callable[[str], str] = lambda dtype: ""  # the model card for a dtype
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # exported in their own dtypes
     own_names: bool = False  # exported in one file under these names, for a model that transformers does not build
     weights: Callable[[], Iterator[NamedTensor]] | None = None  # yields all but the buffers, if not `read` one by one
@@ -131,10 +128,7 @@ class FinalExport:
 
 
 def final_export(run: Path) -> FinalExport | None:
-    """Return the record of the final weights in a run directory, or None if there are none.
-
-    Also returns None if the run was killed while writing them, so that RUN/export is still an earlier run's.
-    """
+    """Return the record of the final weights in a run directory; None if there are none, or those of an older run."""
     if not is_there(run / FINAL_RECORD) or not is_there(run / "export"):
         return None
     record = read_back(run / FINAL_RECORD, FinalExport, fix=f"Move it and {run / 'export'} away")
@@ -162,9 +156,7 @@ def opened(path: Path) -> Iterator[Source]:
                 source,
                 model=path / "model",
                 description=f"{path / 'export'}, after step {ended.step}",
-                card=lambda dtype: model_card(
-                    path, dtype=dtype, source=f"the run after step {ended.step}", run=ended.run, step=ended.step
-                ),
+                card=_card_of(path, f"the run after step {ended.step}", ended.run, ended.step),
             )
         return
     try:
@@ -189,21 +181,15 @@ def opened(path: Path) -> Iterator[Source]:
             if (held := checkpoint / f"{name}.safetensors").exists()
         ]
         places = {name: file for file in files for name in file.entries}
+        run = read_back(checkpoint / MADE, RunConfiguration, fix="Export another checkpoint of the run")
         source = Source(
             shapes={name: file.entries[name].shape for name, file in places.items()},
             read=lambda name: places[name].read(name),
             model=checkpoint / "model",
             description=str(checkpoint),
-            card=partial(_checkpoint_card, checkpoint),
+            card=_card_of(checkpoint.parent.parent, checkpoint.name, run, read_state(checkpoint).step),
         )
         yield source.with_buffers()
-
-
-def _checkpoint_card(checkpoint: Path, dtype: str) -> str:
-    """Return the card of a checkpoint, with the metrics of its run directory if it is still inside one."""
-    run = read_back(checkpoint / MADE, RunConfiguration, fix="Export another checkpoint of the run")
-    step = read_state(checkpoint).step
-    return model_card(checkpoint.parent.parent, dtype=dtype, source=checkpoint.name, run=run, step=step)
 
 
 @contextmanager
@@ -218,7 +204,6 @@ def opened_model(directory: Path) -> Iterator[Source]:
             read=found.read,
             model=directory,
             description=str(directory),
-            card=lambda dtype: "",
         )
         yield source.with_buffers(dict(found.each(found.buffers)))
 
@@ -231,48 +216,39 @@ tags:
 - offload-trainer
 ---
 """
-_OPTIM = ("name", "lr", "betas", "weight_decay", "max_grad_norm", "schedule", "moment_dtype")  # keys that a card shows
+# Settings and results that a card shows.
+_SET = ("model.dtype", "optim.master_dtype", "optim.name", "optim.lr", "optim.betas", "optim.weight_decay")
+_SET += ("optim.max_grad_norm", "optim.schedule", "optim.moment_dtype", "train.seed", "train.steps")
+_RESULTS = ("steps", "tokens", "training loss", "validation loss", "bits a byte", "a step")
 
 
-def model_card(run_directory: Path, *, dtype: str, source: str, run: RunConfiguration, step: int | None = None) -> str:
+def _card_of(run_directory: Path, source: str, run: RunConfiguration, step: int) -> Callable[[str], str]:
+    return lambda dtype: model_card(run_directory, dtype=dtype, source=source, run=run, step=step)
+
+
+def model_card(run_directory: Path, *, dtype: str, source: str, run: RunConfiguration, step: int) -> str:
     """Return the card's text. `run` is a checkpoint's record of its run.
 
     Metrics come from `run_directory` and end at `step`. Numbers that were not recorded are left out.
     """
-    model, optim, data, train = (run.config.get(section, {}) for section in ("model", "optim", "data", "train"))
-    base, paths = model.get("base", "model"), data.get("path")
-    facts: list[tuple[str, Any]] = [("Weights", f"{dtype}, from the masters of {source}")]
-    if run.config:
-        changed = f" ({model['overrides']})" if model.get("overrides") else ""
-        start = f"random weights{changed}" if run.random else "its weights"
-        facts += [
-            ("Model", f"{model.get('name')}, from {start}"),
-            ("Base", None if base == "model" else f"frozen matrices of blocks, rounded to {base}"),
-            ("Trained in", f"{model.get('dtype')}, masters in {optim.get('master_dtype', 'fp32')}"),
-            ("Text", ", ".join(Path(str(path)).name for path in paths) if isinstance(paths, list | tuple) else None),
-            ("Optimizer", ", ".join(f"{key}={optim.get(key)}" for key in _OPTIM)),
-            ("Seed", train.get("seed")),
-        ]
-    rows = read_metrics(run_directory / "metrics.jsonl")
-    rows = [row for row in rows if step is None or row.step <= step]
-    if rows:
-        last = rows[-1]
-        facts += [
-            ("Steps", f"{last.step}" + (f" of {train['steps']}" if "steps" in train else "")),
-            ("Tokens", f"{last.tokens} ({format_count(last.tokens)})"),
-            ("Loss of the last step", f"{last.loss:.4f}" if last.loss is not None else None),
-            ("Time in steps", format_seconds(sum(row.seconds for row in rows))),
-        ]
-    elif step is not None:
-        facts.append(("Steps", step))
-    seen = [e for e in read_evaluations(run_directory / "evaluations.jsonl") if step is None or e.step <= step]
-    if seen and seen[-1].validation_loss is not None:
-        bits = seen[-1].bits_per_byte
-        told = f"{seen[-1].validation_loss:.4f}" + (f" ({bits:.4f} bits a byte)" if bits is not None else "")
-        facts.append((f"Validation loss after step {seen[-1].step}", told))
-    if packages := run.environment.packages:
-        facts.append(("Made with", ", ".join(f"{name} {number}" for name, number in packages.items() if number)))
-    lines = [f"| {name} | {_plain(value)} |" for name, value in facts if value is not None]
+    model, paths = run.config.get("model", {}), run.config.get("data", {}).get("path")
+    changed = f" ({model['overrides']})" if model.get("overrides") else ""
+    start = f"random weights{changed}" if run.random else "its weights"
+    settings = {f"{section}.{key}": value for section, keys in run.config.items() for key, value in keys.items()}
+    rows = [row for row in read_metrics(run_directory / "metrics.jsonl") if row.step <= step]
+    seen = [one for one in read_evaluations(run_directory / "evaluations.jsonl") if one.step <= step]
+    found = {"steps": step} | results(rows, seen)
+    facts = {
+        "weights": f"{dtype}, from the masters of {source}",
+        "model": f"{model['name']}, from {start}" if "name" in model else None,
+        "text": ", ".join(Path(str(path)).name for path in paths) if isinstance(paths, list | tuple) else None,
+        **{key: settings.get(key) for key in _SET},
+        **{label: found.get(label) for label in _RESULTS},
+        "made with": ", ".join(f"{name} {number}" for name, number in run.environment.packages.items() if number),
+    }
+    lines = [
+        f"| {name} | {_plain(in_words(name, value))} |" for name, value in facts.items() if value not in (None, "")
+    ]
     title = Path(str(model.get("name", "Trained weights"))).name
     return f"{_HEAD}\n# {_plain(title)}\n\n| | |\n| --- | --- |\n" + "\n".join(lines) + "\n"
 
@@ -304,9 +280,8 @@ def write_model(
     """Write the weights of `source` in `dtype` (fp32, bf16 or fp16), and its buffers in their dtypes.
 
     `check`: read all headers and a sample of tensors back. With own names the configuration stays, and gets no card.
-
     Raises UserError for a destination that is not empty (unless `replace`), too little space, or values that do not fit
-    fp16, naming each. Raises TrainerError if the disk refuses or the check fails. An error leaves no partial export.
+    fp16, and TrainerError if the disk refuses or the check fails. An error leaves no partial export.
     """
     destination = destination.resolve()
     place = {name: number for number, name in enumerate(source.shapes)}
@@ -339,7 +314,6 @@ def write_model(
 
 
 def _describe(directory: Path, source: Source, *, dtype: str) -> None:
-    """Write the card, and the dtype into the model's configuration."""
     config = read_model_config(directory)
     named = str(DTYPES[dtype]).removeprefix("torch.")
     config["dtype"] = config["torch_dtype"] = named
@@ -461,9 +435,9 @@ _ASIDE = {
 def write_final(
     weights: Iterator[NamedTensor], layout: Sequence[Weight], output: Path, *, record: RunRecord, step: int
 ) -> Path:
-    """Write a live engine's master weights, which come in the order of `layout` with the frozen ones last.
+    """Write a live engine's masters, in the order of `layout` with the frozen ones last, and return the directory.
 
-    Return the directory. Raises TrainerError if there is no room or the disk refuses.
+    Raises TrainerError if there is no room or the disk refuses.
     """
     order = sorted(layout, key=lambda weight: not weight.trainable)
     description, run = f"the run after step {step}", as_kind(dict(record.run), RunConfiguration)
@@ -473,7 +447,7 @@ def write_final(
         read=dict[str, torch.Tensor]().__getitem__,  # a live engine gives each weight once
         model=output / "model",
         description=description,
-        card=lambda dtype: model_card(output, dtype=dtype, source=description, run=run, step=step),
+        card=_card_of(output, description, run, step),
     )
     place = output / "export"
     replaces = place.stat().st_ino if place.exists() else None
@@ -489,8 +463,8 @@ def write_final(
 def done_before(output: Path, record: RunRecord, *, begins_at: int, restarts: bool, exports: bool) -> str | None:
     """Return a message if this run has already ended here and left its weights, or None if there are steps to train.
 
-    `begins_at` is the step that this start would resume from. `restarts` is set for `save.resume=never`. `exports` is
-    whether this run would write final weights. Raises UserError if it would overwrite the weights of another run.
+    `begins_at`: the step that this start would resume from. `restarts`: `save.resume=never`. `exports`: it would write
+    final weights. Raises UserError if it would overwrite the weights of another run.
     """
     found, place = final_export(output), output / "export"
     if found is None:

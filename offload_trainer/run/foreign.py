@@ -7,25 +7,23 @@ A checkpoint directory of transformers' Trainer:
     model.safetensors (or shards)   weights; fp32 unless the model was loaded in another dtype
     optimizer.pt                    state by position: weights with decay in the model's order, then the others
     trainer_state.json              steps
-    scheduler.pt                    steps that the learning rate scheduler has counted
-    scaler.pt                       the loss scale, in fp16
+    scheduler.pt, scaler.pt         steps that the learning rate scheduler has counted; the loss scale, in fp16
 
-The optimizer numbers parameters and does not name them. The order is that of `Trainer.create_optimizer`; every count
-and shape is compared with the model's before a number is taken for a weight.
+The optimizer numbers parameters in the order of `Trainer.create_optimizer` and does not name them. Every count and
+shape is compared with the model's before a number is taken for a weight.
 
-A directory of torch.distributed.checkpoint (DCP), as training with FSDP2 saves it:
+A directory of torch.distributed.checkpoint (DCP), as training with FSDP2 saves it. A Trainer with FSDP writes two of
+them, for the model and the optimizer, and the other files as above:
 
     .metadata       names, shapes, and the file, offset and length of each chunk of a tensor
     __N_M.distcp    chunks, each written by torch.save
 
 Expected is what `get_state_dict` returns: weights `model.NAME`, state `optim.state.NAME.{step,exp_avg,exp_avg_sq}`,
-and settings `optim.param_groups...`. The words `model` and `optim` are the caller's and may be others. A Trainer that
-runs FSDP writes model and optimizer into two such directories, and the other files as above.
+and settings `optim.param_groups...`. The words `model` and `optim` are the caller's and may be others.
 
-torch's own reader of these directories is not used. It unpickles `.metadata` and the settings and runs what code they
-name, opens any path that `.metadata` names, and leaves elements unset that no chunk holds. Here torch's weights-only
-reader builds tensors, numbers, text and collections, and refuses every other class; for the classes in `.metadata`,
-whose protocol it does not know, `Record` stands. No other module of the package reads pickles.
+torch's own reader of these directories runs what code their pickles name, opens any path that `.metadata` names, and
+leaves elements unset that no chunk holds. Here torch's weights-only reader builds tensors, numbers, text and
+collections; for the classes in `.metadata` `Record` stands. No other module of the package reads pickles.
 """
 
 import io
@@ -35,7 +33,6 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,31 +73,28 @@ class ForeignState:
     loss_scale: LossScale | None = None  # None: it does not train in fp16
 
     def names_for(self, weights: Sequence[Weight], *, others: Iterable[str]) -> dict[str, str]:
-        """Return the name that this checkpoint has for each of the model's weights.
+        """Return the name that this checkpoint has for each of the model's weights, perhaps with a wrapper's prefix.
 
-        Its names may all have one prefix more, that of a wrapper. `others`: names of buffers, and second names of tied
-        weights. Raises UserError with the numbers of weights that are missing, unexpected, of another shape, or trained
-        on one side only.
+        `others`: names of buffers, and second names of tied weights. Raises UserError with the numbers of weights that
+        are missing, unexpected, of another shape, or trained on one side only.
         """
-        held, shapes = self.shapes, {weight.name: weight.shape for weight in weights}
-        prefix = _common_prefix(held, list(shapes))
-        names = {name: f"{prefix}{name}" for name in shapes}
+        held, prefix = self.shapes, _common_prefix(self.shapes, [weight.name for weight in weights])
+        names = {weight.name: f"{prefix}{weight.name}" for weight in weights}
         known = {*names.values(), *(f"{prefix}{name}" for name in others)}
-        ours = {weight.name for weight in weights if weight.trainable}
-        theirs = {name for name, its in names.items() if its in self.updates}
-        problems = {
-            "missing there": [name for name, its in names.items() if its not in held],
-            "not in the model": [name for name in held if name not in known],
-            "of another shape": [
-                f"{name} {held[its]}, in the model {shapes[name]}"
-                for name, its in names.items()
-                if its in held and tuple(held[its]) != shapes[name]
-            ],
-            "trained by the model's configuration, without moments there": [
-                name for name in names if name in ours - theirs and names[name] in held
-            ],
-            "frozen by model.freeze, with moments there": [name for name in names if name in theirs - ours],
-        }
+        problems: dict[str, list[str]] = {"missing there": [], "not in the model": [n for n in held if n not in known]}
+        for weight in weights:
+            name, its = weight.name, names[weight.name]
+            if its not in held:
+                what = "missing there"
+            elif tuple(held[its]) != weight.shape:
+                name, what = f"{name} {held[its]}, in the model {weight.shape}", "of another shape"
+            elif weight.trainable and its not in self.updates:
+                what = "trained by the model's configuration, without moments there"
+            elif its in self.updates and not weight.trainable:
+                what = "frozen by model.freeze, with moments there"
+            else:
+                continue
+            problems.setdefault(what, []).append(name)
         told = ""
         for what, found in problems.items():
             if found:
@@ -195,16 +189,12 @@ def opened(source: Path, of: ModelSource, *, directories: Sequence[Path]) -> Ite
 
 @lenient_record
 class _TrainerState:
-    """The part of trainer_state.json that an import reads."""
-
     global_step: Steps
     max_steps: Steps = 0
 
 
 @lenient_record
 class _ScalerState:
-    """The state of torch's GradScaler."""
-
     scale: Annotated[float, Field(gt=0, le=2.0**127)]  # the largest power of two in fp32
     good_steps: Annotated[int, Field(ge=0, alias="_growth_tracker")]  # steps without overflow since it last changed
     window: Annotated[int, Field(ge=1, alias="growth_interval")]  # number of such steps after which it grows
@@ -243,7 +233,7 @@ def _with_trainer_files(state: ForeignState, directory: Path) -> ForeignState:
 
 
 def load_pickle(source: Path | bytes, *, told: str | None = None) -> Any:
-    """Return what `torch.save` has written to a file, or the bytes of one. Tensors of a file are mapped, not read.
+    """Return what `torch.save` has written to a file (tensors are mapped, not read) or the bytes of one.
 
     Raises UserError if the file is missing or damaged, or holds an object of another class.
     """
@@ -300,7 +290,6 @@ _PLAIN: dict[tuple[str, str], Any] = {
 
 
 def _open_trainer(directory: Path, of: ModelSource, stack: ExitStack) -> ForeignState:
-    """Open a Trainer's checkpoint, whose files `stack` closes."""
     told = f"{directory} (transformers' Trainer)"
     if is_there(directory / "adapter_config.json"):
         raise UserError(f"{told}: holds adapters, and a run trains whole weights: merge them into their model first")
@@ -325,8 +314,7 @@ def _read_optimizer(
 ) -> tuple[float, dict[str, Any], dict[str, dict[str, torch.Tensor] | None]]:
     """Return `rate` and `optim` of a ForeignState, and the moments of each trained parameter, None before its first.
 
-    Raises UserError if the file is not the state_dict of torch's Adam or AdamW, and, with the counts and shapes, if its
-    numbers cannot be those of the model's parameters.
+    Raises UserError if the file is not the state_dict of torch's Adam or AdamW for the model's parameters.
     """
     saved = load_pickle(directory / _OPTIMIZER)
     groups, state = (saved.get(key) if isinstance(saved, Mapping) else None for key in ("param_groups", "state"))
@@ -345,18 +333,18 @@ def _read_optimizer(
     rate, optim = _adam_settings(groups, told=told)
     trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     of_norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm))
-    spared = {name for name in trained if _WITHOUT_DECAY.search(name.lower()) or name.startswith(of_norms)}
-    decayed = [[name for name in trained if name not in spared], [name for name in trained if name in spared]]
-    numbers = [group["params"] for group in groups]
-    sizes = list(map(len, numbers))
-    orders = [decayed, [list(trained)]]  # A Trainer has two groups; a single group has the order of the model.
-    order = next((order for order in orders if list(map(len, order)) == sizes), None)
-    if order is None:
+    spared = [name for name in trained if _WITHOUT_DECAY.search(name.lower()) or name.startswith(of_norms)]
+    decayed, sizes = [name for name in trained if name not in spared], [len(group["params"]) for group in groups]
+    if sizes == [len(decayed), len(spared)]:
+        order = [*decayed, *spared]  # of a Trainer's groups
+    elif sizes == [len(trained)]:
+        order = list(trained)
+    else:
         raise UserError(
-            f"{told}: its optimizer has groups of {sizes} parameters; the model has {len(decayed[0])} with weight "
-            f"decay and {len(decayed[1])} without. Freeze with model.freeze what it did not train"
+            f"{told}: its optimizer has groups of {sizes} parameters; the model has {len(decayed)} with weight "
+            f"decay and {len(spared)} without. Freeze with model.freeze what it did not train"
         )
-    number_of = dict(zip(chain.from_iterable(order), chain.from_iterable(numbers), strict=True))
+    number_of = dict(zip(order, (number for group in groups for number in group["params"]), strict=True))
     wrong = [
         f"parameter {number} {tuple(state[number][kind].shape)}, {name} {trained[name]}"
         for name, number in number_of.items()
@@ -393,7 +381,6 @@ class _Stored:
     chunks: dict[str, list[_Chunk]]
 
     def object(self, name: str) -> Any:
-        """Return a tensor or an object."""
         return self.tensor(name) if name in self.shapes else self._load(name, self.chunks[name][0])
 
     def tensor(self, name: str) -> torch.Tensor:

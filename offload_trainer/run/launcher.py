@@ -2,13 +2,11 @@
 
     launcher ── starts, signals, waits for ──> ranks, each with a thread that ends it if the launcher is gone
 
-The first rank that fails prints its error; ranks that end only because another is gone print nothing (`errors.LOST`),
-so that the reason is the last message. The exit code is that of the rank that failed first, or 128 + the number of the
-signal that ended the run.
+The first rank that fails prints its error; ranks that end only because another is gone print nothing (`errors.LOST`).
+The exit code is that of the rank that failed first, or 128 + the number of the signal that ended the run.
 
-Nothing here looks for ranks that are stopped or hung. A stopped rank ends the others within a minute
-(`ranks.end_if_rank_vanishes`), and within a step they wait at most 300 s for a hung one (`ranks.STALLED`); the launcher
-then kills what does not end. Elsewhere a slow rank cannot be distinguished from a hung one.
+A stopped rank ends the others within a minute (`ranks.end_if_rank_vanishes`), and within a step they wait at most 300 s
+for a hung one (`ranks.STALLED`); the launcher then kills what does not end. Elsewhere it looks like a slow one.
 """
 
 import math
@@ -24,11 +22,11 @@ from dataclasses import dataclass, field
 
 from offload_trainer.errors import LOST, STORE, UserError
 from offload_trainer.packages import is_installed, lacks
+from offload_trainer.run.signals import STOPPING
 
 LAUNCHER = "OFFLOAD_TRAINER_LAUNCHER"  # environment variable: the launcher's pid, which may exit before a rank looks
 
-_STOPPING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
-_STOPPED = {code for number in _STOPPING for code in (-number, 128 + number)}  # exit codes of ranks told to stop
+_STOPPED = {code for number in STOPPING for code in (-number, 128 + number)}  # exit codes of ranks told to stop
 _GRACE = 30.0  # seconds between SIGTERM and SIGKILL to ranks after another one, or their launcher, has ended
 _LOOK = 1.0  # seconds between checks: of the ranks when no signal arrives, and of the launcher
 ECHO = 5.0  # seconds within which a rank gets a signal twice: sent to it too, and passed on by its launcher
@@ -50,7 +48,7 @@ def start_ranks(words: Sequence[str], *, count: int, engine: str) -> None:
 
 def run_ranks(words: Sequence[str], *, count: int) -> int:
     """Run `count` ranks of `offload-train train WORDS` to their end; return the exit code."""
-    waited = {number for number in _STOPPING if signal.getsignal(number) != signal.SIG_IGN}  # SIGHUP under nohup
+    waited = {number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN}  # SIGHUP under nohup
     waited |= {signal.SIGCHLD, signal.SIGUSR1}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     ranks = _Ranks(waited, before)
@@ -79,10 +77,7 @@ class _Ranks:
             )
 
     def wait(self) -> dict[int, int]:
-        """Wait for all ranks, which the first failure ends; return (rank, code) of each failure, in their order.
-
-        A code is negative for a signal.
-        """
+        """Wait for all ranks, which the first failure ends; return (rank, code or -signal) of each failure in order."""
         failed: dict[int, int] = {}
         until, ask = math.inf, math.inf  # when the ranks that are left get SIGKILL and SIGTERM
         while self.living:
@@ -91,7 +86,7 @@ class _Ranks:
             # Python leaves the number uninitialised if the launcher is stopped beyond the timeout.
             if number in self.waited - {signal.SIGCHLD}:
                 self._send(number)
-                if number in _STOPPING:
+                if number in STOPPING:
                     self.stopped = self.stopped or number
             for rank, process in list(self.living.items()):
                 if (code := process.poll()) is not None:
@@ -139,10 +134,11 @@ def _report_failure(failed: dict[int, int], words: Sequence[str], *, stopped: in
         why, code = f"rank {rank} was killed by {signal.Signals(-code).name}, and the run ended with it", 128 - code
     elif code == LOST:
         why, code = "the ranks lost each other", 1
+    elif code - 128 in {*signal.Signals}:
+        name = signal.Signals(code - 128).name
+        print(f"offload-train: rank {rank} was terminated by {name}, and the run ended with it", file=sys.stderr)
+        return code
     else:
-        if code - 128 in {*signal.Signals}:
-            name = signal.Signals(code - 128).name
-            print(f"offload-train: rank {rank} was terminated by {name}, and the run ended with it", file=sys.stderr)
         return code
     from offload_trainer.run.resume import resume_hint  # late: it imports torch
 

@@ -36,8 +36,7 @@ _LARGEST_EXPONENT = 709  # a float holds e to the power of this
 class TimeToSave:
     """Estimate of the seconds until the current step is complete and saved, which `train.stop_within` is compared with.
 
-    The training loop reports the beginning of each step, validation and save. Their durations are taken from earlier
-    ones, and at first from the plan. A signal handler may read the estimate at any moment.
+    Durations are those of earlier steps, validations and saves. A signal handler may read the estimate at any moment.
     """
 
     def __init__(self, *, step: float | None, save: float) -> None:
@@ -57,12 +56,10 @@ class TimeToSave:
     @property
     def seconds(self) -> float | None:
         """Return the estimate; None in a first step whose seconds the plan does not know."""
-        step, validation = (max(self._took[phase], default=None) for phase in ("step", "validation"))
-        known = {"step": step or self._planned_step, "validation": validation or 0.0, "save": self.save}
+        known = {"step": max(self._took["step"], default=self._planned_step), "save": self.save}
+        known["validation"] = max(self._took["validation"], default=0.0)
         this, *later = (known[phase] for phase in self._left)
-        if this is None:
-            return None
-        return max(this - (time.monotonic() - self._since), 0.0) + sum(seconds or 0.0 for seconds in later)
+        return None if this is None else max(this - time.monotonic() + self._since, 0.0) + sum(filter(None, later))
 
 
 @dataclass
@@ -97,9 +94,8 @@ def train(
 ) -> TrainState:
     """Train until the last step or a stop signal; return the final state, saved to a checkpoint if possible.
 
-    `begins`: the state to start from, which the engine holds, unless it is in `checkpoint`, which must be verified
-    already. Raises TrainerError for a non-finite gradient if `optim.on_nonfinite_grad` is `stop`; the weights are then
-    those of the previous step.
+    `begins`: the state to start from, which the engine holds, unless it is in the verified `checkpoint`. Raises
+    TrainerError for a non-finite gradient if `optim.on_nonfinite_grad` is `stop`; no weight is changed by that step.
     """
     state, every = begins or TrainState(step=0, tokens=0, data_position=0), job.train.eval_every
     if checkpoint is not None:
@@ -174,10 +170,7 @@ def too_late(job: Job) -> str | None:
 
 
 def _save_if_due(job: Job, state: TrainState, *, stopping: bool, wished: bool, ended: bool) -> None:
-    """Save a checkpoint if one is due or requested, or if the run is stopping.
-
-    When stopping, wait until it is complete. `ended`: a background save has finished on all ranks, so collect it.
-    """
+    """Save if due, requested, or stopping (and then wait for it). `ended`: a background save is to be collected."""
     last = state.step == job.train.steps
     if wished and job.cannot_save:
         job.say(f"no checkpoint was made: {job.cannot_save}")
@@ -209,7 +202,6 @@ def _agree(job: Job, asked: StopRequest) -> tuple[int, bool, bool]:
 
 
 def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
-    """Run one optimizer step, record its metrics, and return the new state."""
     lr = learning_rate(state.step, job.optim, steps=job.train.steps)
     before = job.counted or read_io()
     group, result, seconds = _timed_step(job, batches, lr=lr, last=state.step + 1 == job.train.steps)
@@ -243,11 +235,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
 
 
 def _of_all_ranks(job: Job, moved: IoCount, *, tokens: int) -> tuple[IoCount, int]:
-    """Return the drive traffic and tokens summed over all ranks.
-
-    Traffic is None if any rank cannot measure its own. Ranks that share rows (sequence or tensor parallelism) report
-    the same tokens, which count once.
-    """
+    """Return drive traffic (None if a rank cannot count it) and tokens of all ranks; rows they share count once."""
     mine = (moved.read_bytes, moved.written_bytes, tokens)
     read, written, counts = zip(*all_gather_json(mine), strict=True)
     drive = IoCount(*(None if None in way else sum(way) for way in (read, written)))
@@ -257,10 +245,7 @@ def _of_all_ranks(job: Job, moved: IoCount, *, tokens: int) -> tuple[IoCount, in
 def _timed_step(
     job: Job, batches: Iterator[Batch], *, lr: float, last: bool = False
 ) -> tuple[list[Batch], StepResult, float]:
-    """Run the next step; return its micro-batches, its result and its duration in seconds.
-
-    `last`: also wait for the update that the engine would otherwise overlap with the next step.
-    """
+    """Run the next step, the `last` one with its update; return its micro-batches, its result and its seconds."""
     start = time.perf_counter()
     with job.clock.phase("data"):
         group = [next(batches) for _ in range(job.train.gradient_accumulation_steps)]
@@ -275,11 +260,9 @@ def _timed_step(
 def learning_rate(step: int, section: OptimSection, *, steps: int) -> float:
     """Return the learning rate of the 0-based `step` in a run of `steps`: a pure function, which needs no saved state.
 
-    The warm-up is ``lr * (step + 1) / warmup``, so step 0 has a nonzero rate and step ``warmup - 1`` has the peak. That
-    of `wsd` rises from ``lr * final_lr_ratio``, as transformers' does.
-    Then `cosine` and `linear` decay over all remaining steps, and `wsd` over the last `decay_steps`. Each reaches
-    exactly ``lr * final_lr_ratio`` at step ``steps - 1``. `constant`, and `wsd` without decay steps, stay at the peak.
-    If the warm-up fills the whole run, the run ends at the peak. Beyond the last step the rate stays constant.
+    The warm-up is ``lr * (step + 1) / warmup``; that of `wsd` rises from ``lr * final_lr_ratio``. Then `cosine` and
+    `linear` decay over all remaining steps, and `wsd` over the last `decay_steps`. Each reaches exactly
+    ``lr * final_lr_ratio`` at step ``steps - 1``, unless the warm-up fills the run. Beyond it the rate stays constant.
 
     A `schedule_delay` of n gives each step the rate of the step n before it. With 1 the rates are those of
     transformers' schedules: the warm-up is ``lr * step / warmup``, and without one the decay begins at step 0 too.
@@ -313,10 +296,7 @@ def learning_rate(step: int, section: OptimSection, *, steps: int) -> float:
 
 
 def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
-    """Run `steps` steps without evaluation or saving; yield each step's timings, result, drive traffic and peak memory.
-
-    Drive traffic is counted between the ends of consecutive steps, so I/O that overlaps the next step counts there.
-    """
+    """Run `steps` steps alone; yield each one's timings, result, drive traffic since the last one, and peak memory."""
     batches, counted = _batches(job, 0), read_io()
     for number in range(steps):
         forget_peak_rss()
@@ -341,10 +321,8 @@ def _evaluate(job: Job, step: int) -> None:
     if job.validation_rows is None:
         return
     job.unvalidated = step
-    total, targets = 0.0, []
-    for batch in job.validation_rows.validation_batches(
-        micro_batch=job.train.micro_batch_size, limit=job.train.eval_rows
-    ):
+    total, targets, size = 0.0, [], job.train.micro_batch_size
+    for batch in job.validation_rows.validation_batches(micro_batch=size, limit=job.train.eval_rows):
         total += job.engine.eval_loss(batch) * batch.counted
         targets.append(batch.targets[batch.targets != IGNORED])
     job.unvalidated = 0

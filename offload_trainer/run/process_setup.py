@@ -49,9 +49,8 @@ def refuse_missing(config: TrainConfig, *, data: bool = True) -> None:
 def prepare_process(config: TrainConfig) -> int:
     """Set the environment for this rank and return its number of CPU threads. Call it before torch is imported.
 
-    A command that plans or benchmarks for several ranks gets the threads of all of them. torchrun sets
-    OMP_NUM_THREADS=1, which would limit the CPU update to one core, so it is overridden. It must be set in the
-    environment, because DeepSpeed's kernels load a separate OpenMP runtime that torch.set_num_threads does not affect.
+    A command that plans or benchmarks for several ranks gets the threads of all of them. The OMP_NUM_THREADS=1 of
+    torchrun is overridden. DeepSpeed's kernels load an OpenMP runtime that torch.set_num_threads does not affect.
     """
     end_without_launcher(lambda line: write_now(f"offload-train: {line}"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -59,8 +58,7 @@ def prepare_process(config: TrainConfig) -> int:
     _stay_near(int(os.environ.get("LOCAL_RANK", "0")), ranks=local_world)
     alone = "RANK" not in os.environ
     ranks = config.placement.gpus if alone else local_world
-    threads = config.placement.threads
-    each = max(1, cores // ranks) if threads == "auto" else threads
+    each = max(1, cores // ranks) if config.placement.threads == "auto" else config.placement.threads
     threads = each * ranks if alone else each
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -113,10 +111,7 @@ def go_offline() -> None:
 
 
 def quieten(*, loads: bool = True) -> None:
-    """Silence library messages that a user cannot act on.
-
-    `loads`: also announce on a terminal that torch and transformers are being loaded, which takes seconds.
-    """
+    """Silence library messages that a user cannot act on. `loads`: say on a terminal that torch is being loaded."""
     if loads and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
         print("loading torch and transformers", file=sys.stderr, flush=True)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -3,17 +3,13 @@
     refuse_output ──> checkpoint ── finished? ── take_over ──> page files, if they are newer
     newest_state ───> what the same command would resume from, for messages and plans
 
-A lease is a directory on a drive that one run has locked for its page files.
-
-    RUN/pages           paths of this run's leases, one per line (storage/scratch_dir)
+    RUN/pages           paths of this run's leases (storage/scratch_dir), directories of page files on drives
     <lease>/record      after each step: which copy of each page holds it, and the rest of the state
     <lease>/run.json    identity, layout and configuration of the run, compared as for a checkpoint
 
-docs/design_recovery.md says when a run resumes from page files, and when it refuses to start and keeps them.
-
-The ranks of one node share the files and the record. The first rank reads them, and it writes the record once all
-ranks' pages of a step are on the drives; until then no rank writes a page of the next step. If a rank of the dead run
-may still be writing, the new run waits for it (`wait_for_ranks`).
+docs/design_recovery.md says when a run resumes from page files, and when it refuses to start and keeps them. The ranks
+of one node share the files. The first rank reads them, and it writes the record once all ranks' pages of a step are on
+the drives; until then no rank writes a page of the next step.
 """
 
 import json
@@ -92,10 +88,9 @@ class PageFiles:
 
 
 def _all_steps_done(setup: Setup, checkpoint: Path) -> str | None:
-    """Return a message if a checkpoint has all steps of the run that would resume from it, else None.
+    """Return a message if a checkpoint has all steps of the run that would resume from it and no page files are newer.
 
-    None also if page files are newer than it. The message names settings that differ from the checkpoint's. Raises
-    UserError if the run's output is another directory, in which nothing would be saved.
+    It names settings that differ from the checkpoint's. Raises UserError if the run's output is another directory.
     """
     save, steps, step, output = setup.config.save, setup.config.train.steps, read_state(checkpoint).step, setup.output
     if step < steps:
@@ -121,8 +116,8 @@ def _all_steps_done(setup: Setup, checkpoint: Path) -> str | None:
 def finished(setup: Setup, checkpoint: Path | None) -> bool:
     """Return True, and say so, if this run has already finished here; else check the checkpoint that it resumes from.
 
-    Collective. Every file is checked, and settings that have changed since are printed. Raises UserError if the
-    checkpoint is damaged or of another run, or if this run would overwrite the results of another.
+    Collective. Every file is checked, and settings that have changed are printed. Raises UserError if the checkpoint is
+    damaged or of another run, or if this run would overwrite the results of another.
     """
     save, record, say = setup.config.save, setup.record, setup.log.say
 
@@ -150,8 +145,8 @@ def finished(setup: Setup, checkpoint: Path | None) -> bool:
 def keep(setup: Setup, job: Job) -> None:
     """Make the page files resumable from now on, if the plan allows it, and register them for the next start.
 
-    Sets `job.commit`, which records each completed step. Only rank 0 does this, since it writes the record. If two
-    copies were requested explicitly and resuming is not possible, it prints the reason.
+    On rank 0 this sets `job.commit`, which records each completed step. If two copies were requested and resuming is
+    not possible, it prints the reason.
     """
     if not setup.log.loud:
         return
@@ -217,8 +212,8 @@ def take_over(
 ) -> tuple[PageFiles | None, Sequence[ScratchDirectory]]:
     """Return the page files that this run resumes from, None if there are none newer than the checkpoint.
 
-    Return also their directories on rank 0, which searches for them; they stay locked until `stack` closes. `begins`:
-    the checkpoint's state. Collective. Raises UserError if the page files may be newer but this run cannot use them.
+    Return also their directories on rank 0, locked until `stack` closes. `begins`: the checkpoint's state. Collective.
+    Raises UserError if the page files may be newer but this run cannot use them.
     """
     places: list[ScratchDirectory] = []
 
@@ -369,10 +364,9 @@ def resume_hint(words: Sequence[str]) -> str:
 
 
 def earlier_run(save: SaveSection) -> tuple[Mapping[str, Mapping[str, Any]], bool]:
-    """Return the resolved configuration of the run that this one would resume from or has ended; empty for a new run.
+    """Return the configuration of the run that this one would resume from or has ended, and whether it has page files.
 
-    Return also whether it would resume from page files. The configuration is empty, too, if it cannot be read; the
-    later check of the checkpoint or page files reports that error.
+    It is empty for a new run, and if it cannot be read, which a later check reports.
     """
     kept = 0
     try:

@@ -3,14 +3,13 @@
     start, build     stop_at_once    raises Stopped at the current line; open resources are closed on the way out
     training, end    waiting         records the signal; the current step, save or export is finished first
                                      unless that takes longer than `train.stop_within`: then as the second signal
-                     second signal   stops immediately, without saving, and cleans up
-                     third signal    default action of the kernel
+                     second signal   stops immediately, without saving, and cleans up; a third has its default action
 
 A terminal that closes sends SIGHUP, often twice (from the kernel and the shell), and systemd sends it after SIGTERM,
-so SIGHUP never counts as a second signal. If it was ignored at the start (nohup) it stays ignored. SIGUSR1 requests a
-checkpoint.
+so it never counts as a second signal, and stays ignored if it was (nohup). SIGUSR1 requests a checkpoint.
 """
 
+import math
 import signal
 import sys
 import time
@@ -22,18 +21,15 @@ from typing import Any
 
 from offload_trainer.errors import Stopped
 
-_STOPPING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
+STOPPING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
 _AGAIN = 0.05  # seconds between attempts to raise Stopped
 _Handler = Callable[[int, object], None] | signal.Handlers
 
 
 @dataclass
 class StopRequest:
-    """Requests received through signals and not handled yet."""
-
     stop: int = 0  # number of the first signal that asked the run to stop, or 0
     save: bool = False  # SIGUSR1 asked for a checkpoint
-    insisted: bool = False  # the next signal other than SIGHUP stops the run immediately
     answer: str = "finishing this step, then saving"  # printed when the first signal arrives
     # Returns why the run cannot finish and save in time, or None. Called from the handler of the first signal.
     too_late: Callable[[], str | None] = lambda: None
@@ -41,42 +37,39 @@ class StopRequest:
 
 def stop_at_once() -> AbstractContextManager[None]:
     """Within this context a signal raises Stopped, a second one kills the process, and SIGUSR1 is ignored."""
-    return _handled({**dict.fromkeys(_STOPPING, _raise_until_caught), signal.SIGUSR1: signal.SIG_IGN})
+    return _handled({**dict.fromkeys(STOPPING, _raise_until_caught), signal.SIGUSR1: signal.SIG_IGN})
 
 
 @contextmanager
 def waiting(*, say: Callable[[str], None] | None, same_within: float = 0.0) -> Iterator[StopRequest]:
     """Within this context, record signals in the returned StopRequest instead of stopping.
 
-    `say` is called from the handler of the first signal. The handler may interrupt a print, so `say` must write to the
-    file descriptor directly (`stdio.write_now`).
-
-    Signals within `same_within` seconds of the first one count as the same request: systemd and some batch systems
-    signal a launcher and its ranks, and the launcher passes its signal on to the ranks.
+    `say` is called from the handler of the first signal, which may interrupt a print, so it must write to the file
+    descriptor directly (`stdio.write_now`). Signals within `same_within` seconds of the first one count as the same
+    request: systemd and some batch systems signal a launcher and its ranks, and the launcher passes its signal on.
     """
     asked = StopRequest()
-    since = 0.0
+    insisted = math.inf  # time of the first signal other than SIGHUP: the next one stops the run immediately
 
     def stop(number: int, _frame: object) -> None:
-        nonlocal since
-        hangup = number == signal.SIGHUP
-        if asked.insisted and time.monotonic() - since < same_within:
+        nonlocal insisted
+        now, hangup = time.monotonic(), number == signal.SIGHUP
+        if 0 <= now - insisted < same_within:
             return
-        if asked.insisted and not hangup:
+        if now >= insisted and not hangup:
             _raise_until_caught(number, unsaved="the second signal; stopped at once, unsaved")
         first = not asked.stop
         if first and (why := asked.too_late()):
             _raise_until_caught(number, unsaved=f"{why}; stopped at once, unsaved")
         asked.stop = asked.stop or number
-        if not hangup and not asked.insisted:
-            asked.insisted, since = True, time.monotonic()
+        insisted = insisted if hangup else min(insisted, now)
         if first and say:
             say(f"{signal.Signals(number).name}: {asked.answer}; once more ends at once, unsaved")
 
     def save(_number: int, _frame: object) -> None:
         asked.save = True
 
-    with _handled(dict.fromkeys(_STOPPING, stop) | {signal.SIGUSR1: save}):
+    with _handled(dict.fromkeys(STOPPING, stop) | {signal.SIGUSR1: save}):
         yield asked
 
 
@@ -85,7 +78,7 @@ def _raise_until_caught(number: int, _frame: object = None, *, unsaved: str = ""
 
     From now on a further signal has its default action, except for SIGHUP, which is ignored.
     """
-    for stopping in _STOPPING:
+    for stopping in STOPPING:
         if signal.getsignal(stopping) != signal.SIG_IGN:
             signal.signal(stopping, signal.SIG_IGN if stopping == signal.SIGHUP else signal.SIG_DFL)
 
@@ -104,9 +97,8 @@ def _raise_until_caught(number: int, _frame: object = None, *, unsaved: str = ""
 def _turned_into(error: BaseException | None) -> Stopped | None:
     """Return the Stopped that was converted to this error, or None.
 
-    Python 3.11 wraps anything that `__set_name__` raises in a RuntimeError. A library's `finally` may also raise a
-    NameError or AttributeError, because the interrupted set-up had not defined a name yet; transformers'
-    `no_init_weights` does. The same error from this package's code is a bug and is not converted.
+    Python 3.11 wraps anything that `__set_name__` raises in a RuntimeError. A library's `finally` (transformers'
+    `no_init_weights`) may raise a NameError or AttributeError after an interruption; in this package that is a bug.
     """
     while error is not None and not isinstance(error, Stopped):
         hid = isinstance(error, NameError | AttributeError)
@@ -121,8 +113,8 @@ def _turned_into(error: BaseException | None) -> Stopped | None:
 def _handled(handlers: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
     """Install the handlers within this context, except for SIGHUP if it is ignored (nohup).
 
-    Suppress messages about a swallowed Stopped, which is raised again, and stop that timer on exit. If a library has
-    converted Stopped to another exception on the way out, raise the Stopped instead.
+    Messages about a swallowed Stopped, which is raised again, are suppressed. One that a library has converted to
+    another exception is raised in its place.
     """
     before: dict[signal.Signals, Any] = {}
     hook, alarm = sys.unraisablehook, signal.getsignal(signal.SIGALRM)

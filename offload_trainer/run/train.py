@@ -58,8 +58,7 @@ _TELLING = 3  # least number of steps after the warm-up steps for usable timings
 def train_run(config: TrainConfig, *, instead: Callable[[Job], None] | None = None) -> None:
     """Train as `config` says. Raises UserError before anything is written, TrainerError after.
 
-    `instead`: called with the Job in place of the training loop, for trials and benchmarks. No checkpoint, export or
-    report is written then.
+    `instead`: called with the Job in place of the training loop, for trials; there is no checkpoint, export or report.
     """
     rank, world = ranks_of_environment()
     log = Log(loud=rank == 0)
@@ -115,8 +114,8 @@ def _full(attempt: Callable[[], None]) -> GpuFull | None:
 def _with_room(config: TrainConfig, before: Setup, full: GpuFull, *, began: int) -> tuple[Setup, Path | None]:
     """Return the setup of a plan that needs less of the GPU, and the checkpoint to go on from, if any.
 
-    `began`: the step at which the run began; it resumes from checkpoints that it has saved since. Raises UserError if
-    no plan fits, and TrainerError for several ranks or DeepSpeed, whose next start plans so.
+    `began`: the step at which the run began; newer checkpoints are its own. Raises UserError if no plan fits, and
+    TrainerError for several ranks or DeepSpeed, whose next start plans so.
     """
     gc.collect()
     torch.cuda.empty_cache()
@@ -177,8 +176,8 @@ def _join(place: PlacementSection, *, world: int) -> tuple[range, ...]:
 def _set_up(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> tuple[Setup, Path | None, bool]:
     """Plan on rank 0 for every rank, refuse what cannot start, and prepare the data. Collective.
 
-    Return the setup, the checkpoint to resume from, if any, and whether the run has finished already. Writes to the
-    token cache only. Raises UserError also if the ranks differ, or another node lacks memory or disk space.
+    Return the setup, the checkpoint to resume from, and whether the run has finished already. Writes to the token cache
+    only. Raises UserError also if the ranks differ, or another node lacks memory or disk space.
     """
     alike = config.model_dump(mode="json", exclude={"placement": {"nvme"}})  # nodes may use other drives
     checks.refuse_other_programs(alike)
@@ -209,7 +208,6 @@ def _set_up(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> tuple[S
 
 
 def _data_of(planned: Planned, *, say: Callable[[str], None]) -> RunData:
-    """Prepare the data of a planned run. Collective."""
     return prepare_data(planned.config.data, planned.source, seq_len=planned.plan.work.seq_len, say=say)
 
 
@@ -317,10 +315,7 @@ def _farewell(step: int, steps: int, *, saved: bool, output: Path) -> str:
 
 
 def _run_page(setup: Setup, left: float | None, *, swaps: list[Path]) -> str:
-    """Return the page of a run from its directory, in 0.1 s also after 100,000 steps, of which it shows about 800.
-
-    `left`: the seconds to the end of the run; None: it has ended.
-    """
+    """Return a run's page with about 800 of its steps. `left`: the seconds to its end; None: it has ended."""
     rows = read_metrics(setup.output / "metrics.jsonl", most=_MOST_ROWS)
     return report_page(
         title=f"{setup.config.model.name}: {setup.plan.homes}",

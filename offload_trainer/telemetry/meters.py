@@ -26,9 +26,8 @@ _STATUS = Path("/proc/self/status")
 class PhaseClock:
     """Seconds of one step by phase; a phase entered several times (micro-batches) adds up.
 
-    The edges of a phase are times of the host, after `synchronize`, which waits for the device if there is one: kernel
-    launches return immediately, so time would be charged to the phase that waits for a result. With `stream` they are
-    events in the current CUDA stream, for which the host waits in `take` only.
+    A phase's edges are times of the host after `synchronize`, which waits for the device, since kernel launches return
+    immediately. With `stream` they are events in the current CUDA stream, for which the host waits in `take` only.
     """
 
     def __init__(self, synchronize: Callable[[], None] = lambda: None, *, stream: bool = False) -> None:
@@ -57,14 +56,10 @@ class PhaseClock:
             self._passed.append((name, start, self._edge()))
 
     def move(self, seconds: float, *, from_: str, to: str) -> None:
-        """Move some seconds from one phase to another."""
         self._moved += [(from_, -seconds), (to, seconds)]
 
     def take(self) -> dict[str, float]:
-        """Return the seconds since the last `take` for all of `PHASES` and any others used, and reset them to zero.
-
-        This waits until the device has done what the phases queued.
-        """
+        """Return the seconds since the last `take`, once the device has done what was queued, and reset them."""
         if self._stream:
             for _, _, end in self._passed:
                 end.synchronize()
@@ -94,9 +89,8 @@ class IoCount:
 def read_io() -> IoCount:
     """Return the totals since the process started: `read_bytes` and `write_bytes` of /proc/self/io (proc(5)).
 
-    The kernel counts what this process submits to the block layer. With O_DIRECT that is every byte, at submission.
-    Through the page cache, reads count only on a miss, and writes when they dirty a page, which may be long before they
-    reach the drive. Child processes count once they have been waited for.
+    With O_DIRECT every byte counts when it is submitted. Through the page cache, reads count only on a miss, and writes
+    when they dirty a page. Child processes count once they have been waited for.
     """
     try:
         counts = dict(line.split(": ") for line in _IO.read_text().splitlines())
@@ -118,7 +112,6 @@ def forget_peak_rss() -> None:
 
 
 def current_rss_bytes() -> int:
-    """Return the resident memory of this process in bytes."""
     return _status_bytes("VmRSS")
 
 
@@ -126,8 +119,7 @@ def memory_of_step(swaps: Sequence[Path]) -> dict[str, Any]:
     """Return the fields of a `StepRecord` on memory, of this process and its CUDA device if it uses one.
 
     `memory` is what each tier has now: "ram", "gpu" if CUDA is in use, and "drives" if `swaps` (directories of page
-    files) is not empty. The others are peaks so far, and how often torch has freed its cached blocks because the device
-    was out of memory. CUDA is not initialised, since that would itself use memory.
+    files) is not empty. CUDA is not initialised, since that would itself use memory.
     """
     cuda = torch.cuda if torch.cuda.is_initialized() else None
     held = {"ram": current_rss_bytes()}  # read before the peak, so that the peak is at least as high

@@ -14,10 +14,7 @@ _PRIME = 7919  # shares no factor with the length of a stretch, so each place in
 
 
 def _to_json(record: Any) -> str:
-    """Return a record as one line without a newline. NaN and infinity, which JSON lacks, become null.
-
-    Fields that have a default are left out if they have it.
-    """
+    """Return a record as one line, without fields that have their default. NaN and infinity become null."""
     return adapter(type(record)).dump_json(record, exclude_defaults=True).decode()  # type: ignore[arg-type]
 
 
@@ -66,20 +63,18 @@ class EvalRecord:
 def read_metrics(path: Path, *, most: int | None = None) -> list[StepRecord]:
     """Return the records of a metrics.jsonl without torn lines, or no records if the file does not exist.
 
-    `most`: return about this many and the last one, without parsing the others (75 us each) or holding the file in
-    memory. One of each stretch of equal length is taken, at changing places: steps may be long and short in turn.
+    `most`: return about this many and the last one, without parsing the others (75 us each). One of each stretch of
+    equal length is taken, at changing places: steps may be long and short in turn.
     """
     return _read(path, StepRecord, most=most)
 
 
 def read_evaluations(path: Path) -> list[EvalRecord]:
-    """Return the records of an evaluations.jsonl in the same way."""
     return _read(path, EvalRecord)
 
 
 def _read(path: Path, kind: type[Kind], *, most: int | None = None) -> list[Kind]:
-    records: list[Kind] = []
-    stride, taken, line = 1, True, b""
+    stride, lines, line = 1, list[bytes](), b""
     try:
         file = open(open_file(path, links=True), "rb")  # noqa: SIM115 - closed below
     except FileNotFoundError:
@@ -90,12 +85,12 @@ def _read(path: Path, kind: type[Kind], *, most: int | None = None) -> list[Kind
         for number, line in enumerate(file):
             if number == 0 and most:
                 stride = -(-path.stat().st_size // (len(line) * most))
-            if taken := number % stride == number // stride * _PRIME % stride:
-                with suppress(ValueError):  # torn by a kill
-                    records.append(parsed(line, kind))
-    if not taken:
-        with suppress(ValueError):
-            records.append(parsed(line, kind))
+            if number % stride == number // stride * _PRIME % stride:
+                lines.append(line)
+    records: list[Kind] = []
+    for kept in lines if lines[-1:] == [line] else [*lines, line]:
+        with suppress(ValueError):  # torn by a kill
+            records.append(parsed(kept, kind))
     return records
 
 

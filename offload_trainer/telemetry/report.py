@@ -93,7 +93,6 @@ def predicted_row(
 
 
 def comparison_page(losses: Sequence[Series], table: Rows) -> str:
-    """Return a page that compares runs: their losses in one chart, and a table of the rest."""
     sections = [
         ("Loss", lines(losses, label="loss over steps")),
         ("Side by side", f'<div class="names">{_table(table)}</div>'),
@@ -187,7 +186,6 @@ def _memory(rows: Sequence[StepRecord]) -> str:
 
 
 def _table(rows: Rows) -> str:
-    """Return a table whose first row is its head; "" without rows."""
     if not rows:
         return ""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])

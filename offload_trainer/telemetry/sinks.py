@@ -3,17 +3,14 @@
     record ── Telemetry ─┬─ JsonLines: metrics.jsonl, evaluations.jsonl
                          ├─ Screen: a live line, or plain lines without a terminal
                          ├─ report.html while the run goes on
-                         └─ Trackers ─┬─ tensorboard: tensorboard/ in the run directory
-                                      ├─ wandb: its account, or wandb/ there (WANDB_MODE=offline)
-                                      └─ trackio: its local directory (TRACKIO_DIR)
+                         └─ Trackers: TensorBoard, wandb, trackio
 
 The live line names the phase that takes most of the step and what limits it:
 
-12/300 |#         | loss 3.1416  1.02 k tokens/s  update 62% (drive)  drive 1.9 GB/s  3 min 20 s left  ...
+12/300 |          | loss 3.1416  1.02 k tokens/s  3 min 20 s left  update 62% (drive)  drive 1.9 GB/s  ...
 
-Each tracker is an optional extra, and records are sent only to those in `save.trackers`. A tracker that cannot start is
-an error that prevents the run. One that fails later is dropped with one message, and never stops the training. A
-resumed run continues the tracker's same run: trackers.json in the run directory holds each tracker's run id.
+A tracker that cannot start prevents the run; one that fails later is dropped with one message. A resumed run continues
+the tracker's run, whose id is in trackers.json.
 """
 
 from __future__ import annotations
@@ -27,15 +24,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from offload_trainer.errors import TrainerError, UserError, reason
+from offload_trainer.packages import lacks, version_of
 from offload_trainer.safe_files import Steps, lenient_record, one_line, open_given, parsed, read_back
 from offload_trainer.storage.atomic_io import open_to_append, write_bytes, write_text
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
@@ -45,8 +40,7 @@ _REPORT_EVERY = 10.0  # least seconds between two writes of report.html
 _REPORT_SHARE = 0.01  # longest share of the time that writing it may take
 _LEAST_MOVED = 1e6  # bytes per second; drive traffic below this is only logs
 _WINDOW = 20  # steps averaged for speeds and shares: an overlapped update makes one step long and the next short
-_LINE = "{n_fmt}/{total_fmt} |{bar:10}| {desc}"
-_BESIDES = len(_LINE.format(n_fmt="", total_fmt="", bar="", desc=""))  # its columns beside all numbers
+_REDRAW = 0.1  # least seconds between two live lines
 
 
 @lenient_record
@@ -70,10 +64,7 @@ class JsonLines:
         self._fd = open_to_append(path)
 
     def write(self, line: str) -> None:
-        """Append one line in one system call: a kill leaves it whole; a full drive or a power cut may tear it.
-
-        Raises TrainerError if the line could not be written completely.
-        """
+        """Append one line in one system call, which a kill leaves whole. Raises TrainerError if it is not complete."""
         data = line.encode() + b"\n"
         try:
             written = os.write(self._fd, data)
@@ -90,8 +81,7 @@ class Telemetry:
     """The outputs of one run directory. Records logged there for steps after the first `done` are removed.
 
     `page(left)` returns the HTML of report.html. `left`: the seconds to the end of the run, or None once it has ended.
-    It is written after the first step, then at most once in ten seconds, and less often if one hundredth of the time
-    does not suffice, and is synced at the end only. A page that cannot be written is reported once.
+    It is written after the first step, then at most once in ten seconds and in one hundredth of the time.
     """
 
     def __init__(self, directory: Path, *, done: int, screen: Screen, trackers: Trackers | None = None) -> None:
@@ -152,10 +142,9 @@ class Telemetry:
 class Screen:
     """Progress of a run: loss, speed, bottleneck and time left, on one live line or as a plain line every 20th.
 
-    `total` and `initial` are the steps of the whole run and the steps already done. `bounds` gives the resource that
-    each phase waits for, by the plan. `drives` is whether the run keeps state on drives; if not, their traffic is only
-    logs and checkpoints and is not shown. `say` receives the plain lines, at every twentieth of the run. What it prints
-    belongs into `above`, or behind `clear` if it comes from a signal handler.
+    `total` and `initial`: steps of the whole run, and done before. `bounds`: what each phase waits for by the plan.
+    `drives`: the run keeps state on drives, so their traffic is shown. `say` gets the plain lines. What is printed
+    begins with `clear`, which removes the live line, and ends with it, `live()`, unless by a signal handler.
     """
 
     def __init__(
@@ -164,23 +153,21 @@ class Screen:
         self._total, self._initial, self.say, self._bounds, self._drives = total, initial, say, bounds, drives
         self._recent = deque[StepRecord](maxlen=_WINDOW)
         self._started: float | None = None  # set at the first step, since a run's start-up is not part of its pace
-        self._bar: tqdm | None = None
-        if is_live():
-            self._bar = tqdm(total=total, initial=initial, file=sys.stderr, ncols=_columns(), bar_format=_LINE)
-        self.clear = "" if self._bar is None else "\r\033[K"  # removes the live line, which returns at the next step
+        self.clear, self._line, self._drawn = "\r\033[K" if is_live() else "", "", -math.inf
 
     def step(self, record: StepRecord) -> None:
         if self._started is None:
             self._started = time.monotonic() - record.seconds
         self._recent.append(record)
-        if self._bar is not None:
-            self._bar.ncols = columns = _columns()
-            room = None if columns is None else columns - _BESIDES - 2 * len(str(self._total))
-            self._bar.set_description_str(self._numbers(record, room=room), refresh=False)
-            self._bar.update(record.step - self._bar.n)
-            if record.step == self._total:
+        last = record.step == self._total
+        if self.clear and (last or time.monotonic() - self._drawn >= _REDRAW):
+            begin = f"{record.step}/{self._total} |{'#' * (10 * record.step // self._total):<10}| "
+            self._line = begin + self._numbers(record, room=_columns() - len(begin))
+            print(f"{self.clear}{self._line}", end="", file=sys.stderr, flush=True)
+            self._drawn = time.monotonic()
+            if last:
                 self.close()
-        elif record.step % max(1, self._total // 20) == 0 or record.step == self._total:
+        elif not self.clear and (last or record.step % max(1, self._total // 20) == 0):
             self.say(f"step {record.step}/{self._total}  {self._numbers(record)}")
 
     def seconds_left(self, step: int) -> float:
@@ -188,17 +175,16 @@ class Screen:
         elapsed = time.monotonic() - (self._started or 0.0)  # includes validations and saves
         return elapsed / (step - self._initial) * (self._total - step)
 
-    def above(self) -> AbstractContextManager[None]:
-        """Return a context for printing lines above the live one, if there is one."""
-        return nullcontext() if self._bar is None else tqdm.external_write_mode(file=sys.stderr)
+    def live(self) -> str:
+        return self._line
 
     def close(self) -> None:
-        """Close the live line and leave it on the screen."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        """Leave the live line on the screen and end it."""
+        if self._line:
+            print(file=sys.stderr)
+        self._line = ""
 
-    def _numbers(self, record: StepRecord, *, room: int | None = None) -> str:
+    def _numbers(self, record: StepRecord, *, room: float = math.inf) -> str:
         """Format a step's numbers, the most important first; those that do not fit `room` columns are left out."""
         seconds = sum(row.seconds for row in self._recent)
         speed = sum(row.tokens_per_second * row.seconds for row in self._recent) / seconds
@@ -220,16 +206,16 @@ class Screen:
             "skipped" if record.skipped else "",
         ]
         fields = list(filter(None, fields))
-        while room is not None and len(fields) > 1 and len("  ".join(fields)) > room:
+        while len(fields) > 1 and len("  ".join(fields)) > room:
             fields.pop()
         return "  ".join(fields)
 
 
-def _columns() -> int | None:
+def _columns() -> float:
     """Return the width of the live line: four columns less than stderr's terminal, which shows ^C behind it."""
     with suppress(OSError, ValueError):  # no terminal
-        return max(os.get_terminal_size(sys.stderr.fileno()).columns - 4, 1)
-    return None
+        return os.get_terminal_size(sys.stderr.fileno()).columns - 4
+    return math.inf
 
 
 def is_live() -> bool:
@@ -246,8 +232,6 @@ def _four_digits(value: float | None) -> str:
 Numbers = dict[str, float]
 # A tracker that has started: its id of the run, with which it resumes, what logs the numbers of a step, what ends it.
 Started = tuple[str, Callable[[Numbers, int], object], Callable[[], object]]
-# Starts a tracker of a run directory: its configuration as section.key: value, the steps done before, the known id.
-Begin = Callable[[Path, Mapping[str, Any], int, str | None], Started]
 
 _PROJECT = "offload-trainer"
 _LAST = 60.0  # seconds to wait at the end of a run for records that a tracker has queued
@@ -276,7 +260,7 @@ class Trackers:
             fix = "Remove it: trackers then begin another run for the rest of this one"
             known = read_back(memory, dict[str, str], fix=fix)
         for name in dict.fromkeys(names):
-            _, begin, fix = _KINDS[name]
+            begin, fix = _KINDS[name]
             try:
                 self._trackers[name] = begin(directory, config, done, known.get(name))
             except Exception as error:  # errors of a library, a network or an account
@@ -315,16 +299,10 @@ class Trackers:
 
 
 def refuse_missing(names: Sequence[str]) -> None:
-    """Raise UserError if one of these trackers cannot be imported. No other tracker is imported."""
+    """Raise UserError if one of these trackers is not installed. None is imported."""
     for name in names:
-        try:
-            module, _, attribute = _KINDS[name][0].rpartition(".")
-            if not hasattr(import_module(module), attribute):  # a directory of that name, such as wandb/ of runs
-                raise ImportError(f"{module} is not installed; a directory of that name is found instead")
-        except ImportError as error:
-            raise UserError(
-                f"save.trackers={name}: {one_line(error)}. Install it: pip install 'offload-trainer[{name}]'"
-            ) from error
+        if version_of(name) is None:  # a module can be found where a directory has its name, such as wandb/ of runs
+            raise UserError(lacks(f"save.trackers={name}", name))
 
 
 def _tensorboard(directory: Path, _: Mapping[str, Any], done: int, __: str | None) -> Started:
@@ -371,11 +349,11 @@ def _trackio(directory: Path, config: Mapping[str, Any], _: int, identity: str |
     return identity, lambda numbers, step: began.log(numbers, step=step), began.finish
 
 
-_BOARD, _LOOK = "torch.utils.tensorboard.SummaryWriter", "Look at the run directory, or leave it out"
 _OFFLINE = "`wandb login`, or WANDB_MODE=offline, which writes to the run directory alone (`wandb sync` sends that)"
-# A name that its module has; what starts the tracker; advice for the user if it cannot start.
-_KINDS: dict[str, tuple[str, Begin, str]] = {
-    "tensorboard": (_BOARD, _tensorboard, _LOOK),
-    "wandb": ("wandb.init", _wandb, _OFFLINE),
-    "trackio": ("trackio.init", _trackio, "Name another TRACKIO_DIR, or leave it out"),
+# What starts a tracker: of a run directory, its configuration as section.key: value, the steps done before, and the
+# known id. Then advice for the user if it cannot start.
+_KINDS: dict[str, tuple[Callable[[Path, Mapping[str, Any], int, str | None], Started], str]] = {
+    "tensorboard": (_tensorboard, "Look at the run directory, or leave it out"),
+    "wandb": (_wandb, _OFFLINE),
+    "trackio": (_trackio, "Name another TRACKIO_DIR, or leave it out"),
 }

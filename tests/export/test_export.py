@@ -4,6 +4,7 @@ import copy
 import json
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,22 +43,16 @@ GLM = Glm4MoeConfig(
     head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1,
     first_k_dense_replace=1, tie_word_embeddings=False,
 )  # fmt: skip
-ROUND = [*ARCHITECTURES, "llama, tied", "qwen3, untied", "glm4moe, buffers"]
 
 
-def architecture(name: str) -> Any:
-    if name.startswith("glm"):
-        return GLM
-    if name in ARCHITECTURES:
-        return ARCHITECTURES[name]
-    twin = ARCHITECTURES["llama, untied" if name.startswith("llama") else "qwen3, tied"]
-    return type(twin).from_dict(twin.to_dict() | {"tie_word_embeddings": name.endswith(", tied")})
-
-
-@pytest.mark.parametrize("name", ROUND)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "llama, tied", "qwen3, untied", "glm4moe, buffers"])
 def test_round_trip(name: str, tmp_path: Path, drive: Path) -> None:
     """Import and export of an untrained model in fp32 keep names, layout and every bit."""
-    model = reference(architecture(name))
+    given = {**ARCHITECTURES, "glm4moe, buffers": GLM}
+    if name not in given:
+        twin = ARCHITECTURES["llama, untied" if name.startswith("llama") else "qwen3, tied"]
+        given[name] = type(twin).from_dict(twin.to_dict() | {"tie_word_embeddings": name.endswith(", tied")})
+    model = reference(given[name])
     with torch.no_grad():
         for key, value in model.state_dict().items():
             if key.endswith("e_score_correction_bias"):
@@ -86,27 +81,19 @@ def test_weights_in_16_bit_come_in_exactly(tmp_path: Path) -> None:
         assert_same(masters(made), {name: value.float() for name, value in model.state_dict().items()})
 
 
-DAMAGE = {
-    "cut short": "is not a whole safetensors file",
-    "no safetensors": "is not a whole safetensors file",
-    "a shard is missing": "",
-    "unreadable": "cannot be read: it is a directory",
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_files_that_are_not_whole(damage: str, tmp_path: Path) -> None:
+def test_files_that_are_not_whole(tmp_path: Path) -> None:
     reference(ARCHITECTURES["llama, untied"]).save_pretrained(tmp_path, max_shard_size="20kB")
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
-    data = shard.read_bytes()
-    if damage in ("a shard is missing", "unreadable"):
-        shard.unlink()
-        if damage == "unreadable":
-            shard.mkdir()
-    else:
-        shard.write_bytes(data[:-8] if damage == "cut short" else b"no header" * 20)
-    with pytest.raises(UserError, match=rf"{shard.name} ?{DAMAGE[damage]}"):
-        resolve_model(ModelSection(name=str(tmp_path), attention="eager"), seed=0)
+    data, torn = shard.read_bytes(), "is not a whole safetensors file"
+    for damage, told in (
+        (lambda: shard.write_bytes(data[:-8]), torn),
+        (lambda: shard.write_bytes(b"no header" * 20), torn),
+        (shard.unlink, ""),
+        (shard.mkdir, "cannot be read: it is a directory"),
+    ):
+        damage()
+        with pytest.raises(UserError, match=rf"{shard.name} ?{told}"):
+            resolve_model(ModelSection(name=str(tmp_path), attention="eager"), seed=0)
 
 
 # -- exports ---------------------------------------------------------------------------------------------------------
@@ -114,7 +101,6 @@ def test_files_that_are_not_whole(damage: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def trained(tmp_path: Path, drive: Path) -> Iterator[Path]:
-    """Yield the run directory of a small model after three steps."""
     model = model_directory(tmp_path / "model", "gpt2")
     with engine(model, *ON_DRIVE, drives=[drive]) as made:
         train(made, batches(3))
@@ -270,35 +256,18 @@ def test_a_kill_while_they_are_written_leaves_an_earlier_run_s_as_they_are(
 ) -> None:
     record: Any = SimpleNamespace(identity={}, run={"config": {}})
 
-    def written(source: Any, destination: Path, **_: Any) -> None:
-        new = destination.with_name("new")
-        new.mkdir()
-        if destination.exists():
-            destination.rename(destination.with_name("old"))
-        new.rename(destination)
+    def step_after(step: int, *, killed: bool = False) -> int | None:
+        def written(source: Any, destination: Path, **_: Any) -> None:
+            if killed:
+                raise KeyboardInterrupt
+            if destination.exists():
+                destination.rename(tmp_path / "old")
+            destination.mkdir()
 
-    def killed(source: Any, destination: Path, **_: Any) -> None:
-        raise KeyboardInterrupt
+        monkeypatch.setattr(exports, "write_model", written)
+        with suppress(KeyboardInterrupt):
+            write_final(iter(()), [], tmp_path, record=record, step=step)
+        found = final_export(tmp_path)
+        return found.step if found else None
 
-    monkeypatch.setattr(exports, "write_model", written)
-    write_final(iter(()), [], tmp_path, record=record, step=10)
-    found = final_export(tmp_path)
-    assert found.step == 10
-    monkeypatch.setattr(exports, "write_model", killed)
-    with pytest.raises(KeyboardInterrupt):
-        write_final(iter(()), [], tmp_path, record=record, step=20)
-    assert final_export(tmp_path) is None
-    monkeypatch.setattr(exports, "write_model", written)
-    write_final(iter(()), [], tmp_path, record=record, step=20)
-    found = final_export(tmp_path)
-    assert found.step == 20
-
-
-def test_the_weights_of_a_run_without_checkpoints_are_its_masters(tmp_path: Path) -> None:
-    model = model_directory(tmp_path / "run/model", "gpt2")
-    record: Any = SimpleNamespace(identity={}, run={"config": {}})
-    with engine(model) as made:
-        train(made, batches(1))
-        layout = [place.weight for unit in made.offloaded.units for place in unit.places]
-        place = write_final(made.named_master_parameters(), layout, tmp_path / "run", record=record, step=1)
-        assert_same(tensors_in(place), masters(made))
+    assert [step_after(10), step_after(20, killed=True), step_after(20)] == [10, None, 20]

@@ -68,7 +68,6 @@ def exported(given: Path, place: Path, *, dtype: str) -> Path:
         read=weights.__getitem__,
         model=place / "run",
         description="",
-        card=lambda _: "",
     )
     write_model(whole.with_buffers(), place / dtype, dtype=dtype, check=False)
     return place / dtype

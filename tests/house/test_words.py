@@ -1,6 +1,5 @@
 """Tests of the program's text: help of every command, messages for the machine, and no control codes from files."""
 
-import json
 import os
 import re
 from dataclasses import replace
@@ -12,7 +11,7 @@ from sample_plans import SHAPES, machine, wish
 
 from offload_trainer import cli
 from offload_trainer.cli import COMMANDS, parse
-from offload_trainer.config import PlacementSection, TrainConfig
+from offload_trainer.config import PlacementSection
 from offload_trainer.errors import UserError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.plan.machine import read_machine
@@ -103,12 +102,15 @@ def test_contents_of_files_are_escaped_for_the_terminal(capsys: pytest.CaptureFi
 
 
 def test_a_card_shows_names_unchanged(tmp_path: Path) -> None:
-    given = {"model": {"name": f"a|b<img src=x>`{STEERING}"}, "data": {"path": ["[x](y)\n| Seed | 7 |"]}}
-    config = TrainConfig.model_validate_json(json.dumps(given)).model_dump(mode="json")
-    card = model_card(tmp_path, dtype="fp32", source="a run", run=RunConfiguration(config, random=True))
+    config = {
+        "model": {"name": f"a|b<img src=x>`{STEERING}"},
+        "data": {"path": ["[x](y)\n| train.seed | 7 |"]},
+        "train": {"seed": 0},
+    }
+    card = model_card(tmp_path, dtype="fp32", source="a run", run=RunConfiguration(config, random=True), step=3)
     assert "a\\|b\\<img src=x\\>\\`" in card
-    assert "\\[x\\](y) \\| Seed \\| 7 \\|" in card
-    assert card.count("| Seed |") == 1
+    assert "\\[x\\](y) \\| train.seed \\| 7 \\|" in card
+    assert card.count("| train.seed |") == 1
     assert all(letter.isprintable() for letter in card.replace("\n", ""))
 
 

@@ -35,7 +35,6 @@ def model_of(folder: Path, **shape: int) -> list[str]:
 
 
 def finished(done: subprocess.CompletedProcess[str], output: Path) -> tuple[Run, dict]:
-    """Return a run that has succeeded, and its plan."""
     assert done.returncode == 0, done.stderr[-2000:]
     return Run(done.returncode, done.stderr, output), json.loads((output / "plan.json").read_text())
 

@@ -31,10 +31,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_run_resumes_on_another_day_and_machine(chat: Path, drive: Path, tmp_path: Path) -> None:
-    """A template that prints today's date prints that of the first start: from a checkpoint, and from page files.
-
-    The rows of training are streamed, and those of the validation are prepared.
-    """
+    """A template prints the date of the first start, in streamed and prepared rows, from all that is resumed."""
     template = tmp_path / "template.jinja"
     template.write_text('{{ strftime_now("%d %b %Y") }}\n' + _PLAIN_TEMPLATE.read_text())
     data = ["--data", f"stream:{chat}", "--validation-data", chat, f"data.chat_template={template}"]

@@ -147,11 +147,10 @@ def test_exports_of_a_run_without_checkpoints(tmp_path: Path) -> None:
     held, given = (load_file(place / "model.safetensors") for place in (tmp_path / "hf", output / "export"))
     assert held.keys() == given.keys()
     assert all(held[name].equal(given[name]) for name in given)
-    assert "| Steps | 5 of 5 |" in (tmp_path / "hf/README.md").read_text()
+    assert "| steps | 5 |" in (tmp_path / "hf/README.md").read_text()
 
 
 def test_a_signal_without_checkpoints_saves_one(tmp_path: Path) -> None:
-    """The same command resumes from that checkpoint, and its results match those of an uninterrupted run."""
     whole = call(*NEVER, output=tmp_path / "whole")
     stopped = faulty("TERM@step=3", *NEVER, output=tmp_path / "out")
     assert stopped.code == 128 + signal.SIGTERM

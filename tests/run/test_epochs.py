@@ -27,10 +27,7 @@ def position(run: Run) -> int:
 
 
 def test_epochs_make_the_steps_that_visit_the_rows(text: Path, tmp_path: Path) -> None:
-    """A run by epochs equals the run with as many steps, schedule included, and no fewer steps visit all rows.
-
-    Rows that it has visited count whatever its steps were when it goes on.
-    """
+    """A run by epochs equals the run with as many steps, and no fewer steps visit all rows, also when it goes on."""
     words = [*WORDS, "--data", text]
     run = call(*words, "--epochs", "1.5", output=tmp_path / "epochs")
     rows, steps = int(run.text.split(" rows to train on")[0].rpartition(" ")[2]), len(run.steps)

@@ -38,7 +38,6 @@ def saved(output: Path, step: int) -> Path:
 
 
 def assert_told(run: Run, *texts: str) -> None:
-    """Assert that the run has failed with messages that match `texts`."""
     assert run.code == 1, run.text[-3000:]
     assert "Traceback" not in run.text, run.text[-3000:]
     for text in texts:

@@ -7,9 +7,9 @@ import random
 import re
 import weakref
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def run(
 ) -> int:
     """Train in `folder`/run on an emulated GPU of `size` bytes, full at some allocations; return their number.
 
-    `share`: how much more of the GPU stays free then; 2 MB, a third of this model's state.
+    `share` more of it stays free then; 2 MB, a third of this model's state.
     """
     folder.mkdir(exist_ok=True)
     (folder / "drive").mkdir(exist_ok=True)
@@ -144,26 +144,20 @@ def test_a_gpu_that_stays_full_ends_the_run(tmp_path: Path) -> None:
 def test_errors_of_a_full_gpu_are_recognised() -> None:
     text = (
         "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 15.77 GiB of which 512.00 MiB "
-        "is free. Including non-PyTorch memory, this process has 15.26 GiB memory in use."
     )
-
-    def fails_with(error: Exception) -> None:
-        raise error
-
-    told = _full(partial(fails_with, torch.OutOfMemoryError(text)))
+    text += "is free. Including non-PyTorch memory, this process has 15.26 GiB memory in use."
+    attempt = Mock(side_effect=torch.OutOfMemoryError(text))
+    told = _full(attempt)
     assert told
     assert told.missing == 2 << 30
     assert "2.50 GiB were asked for, 512.00 MiB were free" in str(told)
     alone = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
-    outer = TrainerError("the update failed")
-    outer.__cause__ = alone
-    assert fills_gpu(alone)
-    assert fills_gpu(outer)
+    outer, stopped = TrainerError("the update failed"), Interrupted("asked to stop", code=143)
+    outer.__cause__, stopped.__cause__ = alone, GpuFull(alone)
+    assert [fills_gpu(error) for error in (alone, outer, stopped)] == [True, True, False]
     assert not GpuFull(alone).missing
-    stopped = Interrupted("asked to stop", code=143)
-    stopped.__cause__ = GpuFull(alone)
-    assert not fills_gpu(stopped)
     for other in (MemoryError(), RuntimeError("CUDA error: an illegal memory access was encountered")):
         assert not fills_gpu(other)
+        attempt.side_effect = other
         with pytest.raises(type(other)):
-            _full(partial(fails_with, other))
+            _full(attempt)

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import shutil
 import signal
 import sys
@@ -236,56 +235,43 @@ def test_a_run_without_a_template_has_no_chat(exported: Path, tmp_path: Path) ->
         chat(tmp_path, ["a"], **LIKELIEST, say=lambda line: None)
 
 
-def directory(folder: Path, name: str, *, steps: int, saved: tuple[int, ...]) -> Path:
-    made = folder / name
-    made.mkdir(parents=True)
-    (made / "config.yaml").write_text(f"train:\n  steps: {steps}\n")
-    record = a_step(3, loss=2.5)
-    (made / "metrics.jsonl").write_text(record.to_json() + "\n")
-    for step in saved:
-        place = made / "checkpoints" / f"step-{step:08d}"
-        place.mkdir(parents=True)
-        (place / "MANIFEST.json").write_text("{}")
-    return made
+EVALUATION = EvalRecord(step=3, validation_loss=2.25, perplexity=None, bits_per_byte=None)
+SAVED = {"checkpoints/step-00000002/MANIFEST.json": "{}"}
+# Files of runs that have made three of nine steps, in a folder that has only the directory `nothing`; what is listed.
+RUNS: list[tuple[dict[str, str], str]] = [
+    (SAVED, "resumes from step 2"),
+    ({}, "no checkpoint: starts from step 0"),
+    (SAVED | {".lock": ""}, "is running"),
+    (SAVED | {"config.yaml": "["}, "resumes from step 2"),
+    ({"pages": "{folder}/nothing\n{folder}/gone\n"}, "resumes from its page files"),
+    ({"pages": "{folder}/gone\n"}, "no checkpoint: starts from step 0"),
+    ({"export/config.json": ""}, "exported, cannot resume"),
+    (SAVED | {"export/config.json": ""}, "exported; its newest checkpoint is of step 2"),
+    (
+        {"checkpoints/step-00000009/MANIFEST.json": "{}", "evaluations.jsonl": EVALUATION.to_json() + "\n"} | SAVED,
+        "done",
+    ),
+]
 
 
 @pytest.mark.slow
 def test_runs_say_whether_they_can_resume(tmp_path: Path) -> None:
-    done = directory(tmp_path, "a/done", steps=3, saved=(2, 3))
-    record = EvalRecord(step=3, validation_loss=2.25, perplexity=None, bits_per_byte=None)
-    (done / "evaluations.jsonl").write_text(record.to_json() + "\n")
-    directory(tmp_path, "b", steps=9, saved=(2,))
-    directory(tmp_path, "c", steps=9, saved=())
-    (directory(tmp_path, "d", steps=3, saved=()) / "export").mkdir()
-    (directory(tmp_path, "i", steps=3, saved=(2,)) / "export").mkdir()
-    alive = directory(tmp_path, "e", steps=9, saved=(2,))
-    (directory(tmp_path, "f", steps=9, saved=(2,)) / "config.yaml").write_text("[")
     (tmp_path / "nothing").mkdir()
-    killed = directory(tmp_path, "g", steps=9, saved=())
-    (killed / "pages").write_text(f"{tmp_path / 'nothing'}\n{tmp_path / 'gone'}\n")
-    (directory(tmp_path, "h", steps=9, saved=()) / "pages").write_text(f"{tmp_path / 'gone'}\n")
-    lock = open_lock(alive / ".lock", create=True)
-    try:
-        try_lock(lock)
+    always = {"config.yaml": "train:\n  steps: 9\n", "metrics.jsonl": a_step(3, loss=2.5).to_json() + "\n"}
+    for number, (files, _) in enumerate(RUNS):
+        for name, text in (always | files).items():
+            path = tmp_path / str(number) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text.replace("{folder}", str(tmp_path)))
+    with open(open_lock(tmp_path / "2/.lock")) as lock:
+        try_lock(lock.fileno())
         found = runs_in(tmp_path)
-    finally:
-        os.close(lock)
-    assert {Path(run["directory"]).name: run["state"] for run in found} == {
-        "done": "done",
-        "b": "resumes from step 2",
-        "c": "no checkpoint: starts from step 0",
-        "d": "exported, cannot resume",
-        "e": "is running",
-        "f": "resumes from step 2",
-        "g": "resumes from its page files",
-        "h": "no checkpoint: starts from step 0",
-        "i": "exported; its newest checkpoint is of step 2",
-    }
-    assert (found[0]["loss"], found[0]["validation_loss"], found[1]["validation_loss"]) == (2.5, 2.25, None)
+    assert [run["state"] for run in found] == [state for _, state in RUNS]
+    assert [found[number]["validation_loss"] for number in (0, 8)] == [None, 2.25]
     lines = aligned(run_table(found)).splitlines()
     assert lines[0].split() == ["run", "step", "loss", "validation"]
-    assert lines[2].split()[1:] == ["3/9", "2.5000", "-", "resumes", "from", "step", "2"]
-    assert "3/?" in lines[6]
-    assert runs_in(done) == found[:1]
+    assert lines[1].split()[1:] == ["3/9", "2.5000", "-", "resumes", "from", "step", "2"]
+    assert "3/?" in lines[4]
+    assert runs_in(tmp_path / "8") == found[-1:]
     with pytest.raises(UserError, match="holds no run"):
         runs_in(tmp_path / "nothing")

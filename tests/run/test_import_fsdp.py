@@ -16,7 +16,7 @@ from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from engine_bench import assert_same, batches, engine, model_directory, train
 from forked_ranks import in_ranks
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from synthetic_foreign import STEPS, assert_same_state, distributed, imported, model_and_state, state_of
 from test_safe import Bomb
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -54,23 +54,8 @@ def write_checkpoint(directory: Path, model: Any, adam: Any, scheduler: Any, *, 
         TrainerState(global_step=BEFORE, max_steps=STEPS).save_to_json(str(directory / "trainer_state.json"))
 
 
-def write_state(folder: Path, model: Any, adam: Any) -> None:
-    """Write the state that torch gathers, one file a kind, on rank 0 alone; weights without state are `fixed`."""
-    whole, gathered = get_state_dict(model, adam, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if dist.get_rank() > 0:
-        return
-    folder.mkdir()
-    moments = ("exp_avg", "exp_avg_sq")
-    kinds = {kind: {name: its[kind] for name, its in gathered["state"].items()} for kind in moments}
-    kinds["master"] = {name: whole[name] for name in gathered["state"]}
-    kinds["fixed"] = {name: tensor for name, tensor in whole.items() if name not in gathered["state"]}
-    for kind, tensors in kinds.items():
-        made = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
-        save_file(made, folder / f"{kind}.safetensors")
-
-
 def train_by_fsdp(folder: Path, kind: str, frozen: str) -> list[float]:
-    """Train on the CPU, write FOLDER/checkpoint and FOLDER/state, and train on; return the losses after it."""
+    """Train on the CPU, write FOLDER/checkpoint, and the same state whole, and train on; return the losses after it."""
     join_torch("gloo")
     rank, ranks = place_here()
     PartialState(cpu=True)  # accelerate's loggers ask for it
@@ -103,7 +88,9 @@ def train_by_fsdp(folder: Path, kind: str, frozen: str) -> list[float]:
     for number in range(BEFORE):
         step(number)
     write_checkpoint(folder / "checkpoint", model, adam, scheduler, kind=kind)
-    write_state(folder / "state", model, adam)
+    whole, state = get_state_dict(model, adam, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        torch.save((whole, state["state"]), folder / "state")
     losses = [step(number) for number in range(BEFORE, BEFORE + AFTER)]
     dist.destroy_process_group()
     return losses
@@ -120,12 +107,11 @@ def test_state_and_next_losses_are_fsdps(ranks: int, kind: str, frozen: str, tmp
     losses, *_ = in_ranks(train_by_fsdp, tmp_path, kind, frozen, count=ranks, folder=tmp_path / "ranks", own=True)
     freezing = [] if frozen == "-" else [f"model.freeze=['{frozen}']"]
     done = imported(tmp_path / "checkpoint", tmp_path / "run", "--model", str(model), "--dtype", "fp32", *freezing)
-    expected = tmp_path / "state"
-    assert_same_state(state_of(done.checkpoint), state_of(expected))
-    fixed = load_file(expected / "fixed.safetensors")
-    held = load_file(done.checkpoint / "fixed.safetensors") if freezing else {}
-    assert bool(fixed) == bool(freezing)
-    assert_same(held, fixed)
+    whole, state = torch.load(tmp_path / "state")
+    expected = {kind: {name: its[kind] for name, its in state.items()} for kind in ("exp_avg", "exp_avg_sq")}
+    assert_same_state(state_of(done.checkpoint), expected | {"master": {name: whole.pop(name) for name in state}})
+    assert bool(whole) == bool(freezing)
+    assert_same(load_file(done.checkpoint / "fixed.safetensors") if freezing else {}, whole)
     assert read_state(done.checkpoint).step == BEFORE
     assert "optim.weight_decay=0.1" in done.words
     assert "optim.schedule_delay=1" in done.words

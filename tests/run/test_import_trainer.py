@@ -67,35 +67,28 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return trained(folder, name, frozen=frozen, tied=tied), folder / "out", frozen
 
 
-def state_in(trainer: Trainer) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the live optimizer's state by name; parameters and moments are matched by identity."""
-    found: dict[str, dict[str, torch.Tensor]] = {"master": {}, "exp_avg": {}, "exp_avg_sq": {}}
-    for name, parameter in trainer.model.named_parameters():
-        if parameter.requires_grad:
-            found["master"][name] = parameter.detach()
-            for kind in ("exp_avg", "exp_avg_sq"):
-                found[kind][name] = trainer.optimizer.state[parameter][kind]
-    return found
-
-
 def freezing(frozen: list[str]) -> list[str]:
     return [f"model.freeze={json.dumps(frozen)}"] if frozen else []
 
 
+@pytest.fixture
+def copied(source: tuple[Trainer, Path, list], tmp_path: Path) -> tuple[Path, list[str]]:
+    """Return a copy of the last checkpoint, and the words that freeze what it did not train."""
+    _, output, frozen = source
+    return Path(shutil.copytree(output / f"checkpoint-{STEPS}", tmp_path / "copied")), freezing(frozen)
+
+
 def test_state_is_the_trainers_bit_for_bit(source: tuple[Trainer, Path, list], tmp_path: Path) -> None:
     trainer, output, frozen = source
-    done = imported(
-        output / f"checkpoint-{STEPS}",
-        tmp_path / "run",
-        *freezing(frozen),
-        "--dtype",
-        "fp32",
-        "optim.moment_dtype=8bit",
-        "optim.master_dtype=bf16",
-    )
+    words = [*freezing(frozen), "--dtype", "fp32", "optim.moment_dtype=8bit", "optim.master_dtype=bf16"]
+    done = imported(output / f"checkpoint-{STEPS}", tmp_path / "run", *words)
     optim = json.loads((done.checkpoint / "run.json").read_text())["config"]["optim"]
     assert optim["moment_dtype"] == optim["master_dtype"] == "fp32"
-    assert_same_state(state_of(done.checkpoint), state_in(trainer))
+    trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    state = trainer.optimizer.state  # by the parameters' identity
+    expected = {kind: {name: state[p][kind] for name, p in trained.items()} for kind in ("exp_avg", "exp_avg_sq")}
+    expected["master"] = {name: p.detach() for name, p in trained.items()}
+    assert_same_state(state_of(done.checkpoint), expected)
     assert read_state(done.checkpoint).step == STEPS
     identity = json.loads((done.checkpoint / "MANIFEST.json").read_text())["identity"]
     assert identity["initial weights"] is identity["seed"] is None  # compared with nothing at a resume
@@ -112,7 +105,6 @@ def test_state_is_the_trainers_bit_for_bit(source: tuple[Trainer, Path, list], t
 
 @pytest.mark.slow
 def test_the_command_resumes_from_an_import(source: tuple[Trainer, Path, list], tmp_path: Path) -> None:
-    """`import` says how to go on, and the training command resumes there."""
     _, output, frozen = source
     checkpoint, run = output / f"checkpoint-{HALF}", tmp_path / "run"
     words = ["--dtype", "fp32", "optim.schedule=constant", "optim.warmup_steps=0", *freezing(frozen)]
@@ -151,12 +143,11 @@ def test_the_next_rates_are_the_trainers(kind: str, tmp_path: Path) -> None:
         assert "They differ: give this command and the run the source's optim.schedule" in done.rates
 
 
-def test_overflows_hold_the_schedule_up_there_and_here(source: tuple[Trainer, Path, list], tmp_path: Path) -> None:
-    _, output, frozen = source
-    checkpoint = Path(shutil.copytree(output / f"checkpoint-{HALF}", tmp_path / "held up"))
+def test_overflows_hold_the_schedule_up_there_and_here(copied: tuple[Path, list[str]], tmp_path: Path) -> None:
+    checkpoint, words = copied
     scheduler = torch.load(checkpoint / "scheduler.pt")
-    torch.save(scheduler | {"last_epoch": HALF - 2}, checkpoint / "scheduler.pt")
-    assert "optim.schedule_delay=3" in imported(checkpoint, tmp_path / "run", *freezing(frozen)).words
+    torch.save(scheduler | {"last_epoch": STEPS - 2}, checkpoint / "scheduler.pt")
+    assert "optim.schedule_delay=3" in imported(checkpoint, tmp_path / "run", *words).words
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -204,14 +195,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_other_optimizers_and_other_models_are_refused(
-    case: str, source: tuple[Trainer, Path, list], tmp_path: Path
+    case: str, copied: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
-    _, output, frozen = source
-    folder = Path(shutil.copytree(output / f"checkpoint-{STEPS}", tmp_path / "changed"))
-    change, told = REFUSED[case]
+    (folder, words), (change, told) = copied, REFUSED[case]
     changed(folder, change)
     with pytest.raises(UserError, match=told):
-        imported(folder, tmp_path / "run", *freezing(frozen))
+        imported(folder, tmp_path / "run", *words)
     assert not (tmp_path / "run").exists()
     assert not list(tmp_path.glob(".run*"))
 
@@ -221,11 +210,15 @@ class Other:
 
 
 @pytest.mark.slow
-def test_unreadable_checkpoints_are_refused(source: tuple[Trainer, Path, list], tmp_path: Path) -> None:
-    _, output, frozen = source
-    folder = Path(shutil.copytree(output / f"checkpoint-{STEPS}", tmp_path / "changed"))
+def test_unreadable_checkpoints_are_refused(copied: tuple[Path, list[str]], tmp_path: Path) -> None:
+    folder, words = copied
+    with pytest.raises(UserError, match=r"optim\.name=muon"):
+        imported(folder, tmp_path / "run", *words, "optim.name=muon")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/mine").touch()
+    with pytest.raises(UserError, match="already holds something"):
+        imported(folder, tmp_path / "taken", *words)
     changed(folder, lambda saved: saved.update(extra=Other()))
-    words = freezing(frozen)
     with pytest.raises(UserError, match=r"optimizer\.pt holds a test_import_trainer\.Other, and an import reads"):
         imported(folder, tmp_path / "run", *words)
     (folder / "optimizer.pt").write_bytes((folder / "optimizer.pt").read_bytes()[:5000])
@@ -234,50 +227,24 @@ def test_unreadable_checkpoints_are_refused(source: tuple[Trainer, Path, list], 
     (folder / "optimizer.pt").unlink()
     with pytest.raises(UserError, match=r"no checkpoint that can be imported.*It holds .*trainer_state\.json"):
         imported(folder, tmp_path / "run", *words)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/mine").touch()
-    with pytest.raises(UserError, match="already holds something"):
-        imported(output / f"checkpoint-{STEPS}", tmp_path / "run", *words)
-    with pytest.raises(UserError, match=r"optim\.name=muon"):
-        imported(output / f"checkpoint-{STEPS}", tmp_path / "other", *words, "optim.name=muon")
 
 
-# -- loss scales -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def synthetic(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
-    return model_and_state(tmp_path_factory.mktemp("synthetic"))
-
-
-def test_a_loss_scale_is_the_scalers(synthetic: tuple[Path, State], tmp_path: Path) -> None:
+def test_a_loss_scale_is_the_scalers(copied: tuple[Path, list[str]], tmp_path: Path) -> None:
     """A run in fp16 goes on with the scale, the window, and the good steps in it, that torch's scaler has."""
-    model, state = synthetic
+    folder, words = copied
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=5)
     scaler.scale(torch.ones(1))  # makes the counters that an untouched scaler does not have
-    write_trainer(tmp_path, state)
-    torch.save(scaler.state_dict() | {"_growth_tracker": 3}, tmp_path / "scaler.pt")
+    for changes, told in (({"scale": float("inf")}, "scale should .* and is inf"), ({"growth_interval": 0}, "growth")):
+        torch.save(scaler.state_dict() | changes, folder / "scaler.pt")
+        with pytest.raises(UserError, match=rf"scaler\.pt has no loss scale to go on with: {told}"):
+            imported(folder, tmp_path / "run", *words, "--dtype", "fp16")
+    torch.save({}, folder / "scaler.pt")  # the state of one that is switched off
+    imported(folder, tmp_path / "switched off", *words, "--dtype", "fp16")
+    torch.save(scaler.state_dict() | {"_growth_tracker": 3}, folder / "scaler.pt")
     notes: list[str] = []
-    done = imported(tmp_path, tmp_path / "run", "--model", str(model), "--dtype", "fp16", notes=notes)
+    done = imported(folder, tmp_path / "run", *words, "--dtype", "fp16", notes=notes)
     assert read_engine_state(done.checkpoint, rule=ADAMW).loss_scale == LossScale(2.0**14, 5, good_steps=3)
     assert any("the loss scale goes on at 16384, after 3 steps without overflow" in note for note in notes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [({"scale": float("inf")}, "scale should .* and is inf"), ({"growth_interval": 0}, "growth_interval")],
-)
-def test_a_scale_that_is_impossible_is_refused(
-    changes: dict[str, float], told: str, synthetic: tuple[Path, State], tmp_path: Path
-) -> None:
-    model, state = synthetic
-    write_trainer(tmp_path, state)
-    torch.save(torch.amp.GradScaler("cpu").state_dict() | changes, tmp_path / "scaler.pt")
-    with pytest.raises(UserError, match=rf"scaler\.pt has no loss scale to go on with: {told}"):
-        imported(tmp_path, tmp_path / "run", "--model", str(model), "--dtype", "fp16")
-    torch.save({}, tmp_path / "scaler.pt")  # the state of one that is switched off
-    imported(tmp_path, tmp_path / "run", "--model", str(model), "--dtype", "fp16")
 
 
 # -- memory: some of the largest weights, not the model ----------------------------------------------------------------

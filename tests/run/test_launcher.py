@@ -60,7 +60,6 @@ def test_ranks_that_cannot_train_together_are_refused(monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_nodes_have_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are grouped into nodes by torchrun's LOCAL_RANK."""
 
     def of(*local: int) -> tuple[range, ...]:
         monkeypatch.setattr(ranks, "place_here", lambda: (0, len(local)))
@@ -204,10 +203,7 @@ FOUR = [*TINY, "--engine", "tiered", "--steps", 6, "--save-every", 2, "train.eva
 
 @pytest.mark.slow
 def test_a_disk_that_is_full_for_one_rank(tmp_path: Path) -> None:
-    """A full disk is reported by its rank alone, and no partial file gets its final name.
-
-    A rerun with another number of ranks has the bits of one rank.
-    """
+    """Its rank alone reports it, and no partial file gets its final name. A rerun of two ranks has the bits of one."""
     alone = call(*FOUR, "--accumulate", 6, output=tmp_path / "alone")
     ended = call_ranks(*FOUR, "--accumulate", 2, output=tmp_path / "out", script=[FAULTY, "1:broken@put=2"])
     assert [run.code for run in ended] == [1, 1, 1]

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from commands import COMMAND, FAULTY, KILL, TINY, Run, assert_same_run, call, environment, start
 
 from offload_trainer import ranks
@@ -69,26 +68,17 @@ def run_nodes(
     each: int,
     folder: Path,
     script: Sequence[object] = (COMMAND,),
-    restarted: tuple[dist.TCPStore, int] | None = None,
     spaces: Sequence[str] = (),
 ) -> tuple[list[int], str]:
-    """Run two nodes of `each` ranks, which run `script`, with a drive each; return all exit codes and the output.
-
-    `restarted`: the store of torchrun, and how often it has restarted the ranks. `spaces`: the nodes' networks.
-    """
+    """Run two nodes of `each` ranks with a drive each, in these networks; return all exit codes and the output."""
     folder.mkdir()
     bound, port = held_port()
-    launcher: dict[str, object] = {}
-    if restarted:
-        store, count = restarted
-        port = str(store.port)
-        launcher = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": count}
     told, running = [], []
     for rank in range(NODES * each):
         drive = folder / f"drive-{rank // each}"
         drive.mkdir(exist_ok=True)
         place = {"RANK": rank, "LOCAL_RANK": rank % each, "WORLD_SIZE": NODES * each, "LOCAL_WORLD_SIZE": each}
-        env = {name: str(value) for name, value in (place | launcher).items()}
+        env = {name: str(value) for name, value in place.items()}
         env |= {"MASTER_ADDR": "10.78.0.1" if spaces else "127.0.0.1", "MASTER_PORT": port}
         told.append(folder / f"told-{rank}")
         argv = [*(("-c", INSIDE, spaces[rank // each]) if spaces else ()), *script, *words, "--nvme", drive]
@@ -124,10 +114,7 @@ def cut(run: Path, to: Path) -> Path:
 def test_killed_and_resumed_with_the_bits_of_one_rank(
     ways: Sequence[object], spaces: list[str], tmp_path: Path, drive: Path
 ) -> None:
-    """A killed run of two nodes resumes with one rank's bits, on two nodes or one rank, and the other way round.
-
-    The last two nodes have networks of their own.
-    """
+    """On two nodes, the last with networks of their own, or one rank, and the other way round."""
     words, one = [*WORDS, *HALF], [*by(1), "--nvme", drive]
     alone = call(*words, *one, output=tmp_path / "alone")
     output = tmp_path / "killed"
@@ -140,19 +127,6 @@ def test_killed_and_resumed_with_the_bits_of_one_rank(
     assert_resumed(words, output, folder=tmp_path / "again", alone=alone)
     back = cut(alone.output, tmp_path / "back")
     assert_resumed(words, back, folder=tmp_path / "other", alone=alone, spaces=spaces)
-
-
-def test_ranks_that_torchrun_restarts_find_each_other(tmp_path: Path) -> None:
-    """They join although the addresses of the ranks before them are still in the launcher's store."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    words = [*WORDS, *HALF, *by(2), "--output", tmp_path / "out"]
-    dying = [FAULTY, f"1:pause~{tmp_path}/out/checkpoints/step-00000002/MANIFEST.json+kill@step=4"]
-    codes, text = run_nodes(*words, each=1, folder=tmp_path / "first", script=dying, restarted=(store, 0))
-    assert codes == [LOST, -KILL], text
-    codes, text = run_nodes(*words, each=1, folder=tmp_path / "again", restarted=(store, 1))
-    assert codes == [0, 0], text
-    assert "resumed from" in text
-    assert [step["step"] for step in Run(0, "", tmp_path / "out").steps] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_node_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +187,6 @@ ON_DRIVE = [*TINY, "--engine", "tiered", "--optimizer", "nvme", "--steps", 20, "
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Run:
-    """Return the run of one rank, left alone."""
     (folder / "drive").mkdir()
     return call(*ON_DRIVE, "--accumulate", 2, "--nvme", folder / "drive", output=folder / "alone")
 
@@ -236,7 +209,10 @@ def torchrun(
 
 
 def test_killed_ranks_are_restarted(alone: Run, seed: int, tmp_path: Path) -> None:
-    """A rank is killed three times: before a random step, before a random write of an update, and in a save."""
+    """A rank is killed three times: before a random step, before a random write of an update, and in a save.
+
+    The ranks join although the addresses of those before them are still in torchrun's store.
+    """
     dice, output = random.Random(seed), tmp_path / "out"
     faults = f"{dice.randrange(2)}:kill@step={dice.randrange(2, 9)}"
     faults += f",{dice.randrange(2)}:kill@page={dice.randrange(1, 10)},0:kill@manifest"

@@ -52,18 +52,13 @@ def test_a_file_that_a_run_would_replace_is_the_users_own(name: str, tmp_path: P
     "make", [lambda p: p.symlink_to("elsewhere"), os.mkfifo, Path.mkdir], ids=["link", "fifo", "dir"]
 )
 def test_links_and_directories_in_place_of_files_are_refused(make: Callable[[Path], Any], tmp_path: Path) -> None:
-    (tmp_path / ".lock").touch()
-    refuse_strangers(tmp_path)
-    make(tmp_path / "log.txt")
-    with pytest.raises(UserError, match=r"log\.txt is a link, a directory or no regular file"):
-        refuse_strangers(tmp_path)
-
-
-def test_other_files_are_left_alone(tmp_path: Path) -> None:
     refuse_strangers(tmp_path / "nowhere")
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "checkpoints").mkdir()
-    refuse_strangers(tmp_path)
+    refuse_strangers(tmp_path)  # other files are left alone
+    make(tmp_path / "log.txt")
+    with pytest.raises(UserError, match=r"log\.txt is a link, a directory or no regular file"):
+        refuse_strangers(tmp_path)
 
 
 @pytest.mark.slow
@@ -84,10 +79,7 @@ def test_a_page_replaces_pages_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_starts_and_plans_leave_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training over another run or the configuration in use is refused, and so is `plan` for a named directory.
-
-    Plans that do not name the directory of an older run print a note. Nothing is written.
-    """
+    """A run over another run or its configuration is refused; so is `plan` for a named directory, else it is a note."""
     monkeypatch.chdir(tmp_path)
     first = tmp_path / "runs/default/checkpoints/step-00000002"
     first.mkdir(parents=True)
@@ -150,9 +142,8 @@ def test_a_pipe_does_not_block(what: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_link_is_not_appended_to(tmp_path: Path) -> None:
-    target = tmp_path / "mine.txt"
+    run, target = tmp_path / "run", tmp_path / "mine.txt"
     target.write_text("mine\n")
-    run = tmp_path / "run"
     run.mkdir()
     (run / "log.txt").symlink_to(target)
     log = Log(loud=True)
@@ -166,7 +157,6 @@ def test_a_link_is_not_appended_to(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_tensors_behind_a_link_are_read(tmp_path: Path) -> None:
-    """Tensor files that are links, as in the hub's cache, are read."""
     save_file({"a": torch.ones(2)}, tmp_path / "blob")
     (tmp_path / "model.safetensors").symlink_to("blob")
     with TensorFileReader(tmp_path / "model.safetensors") as file:
@@ -187,7 +177,6 @@ def test_a_generation_config_is_read_as_transformers_reads_it(tmp_path: Path) ->
 
 
 def test_checking_a_free_directory_blocks_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check for another run holds the lock for an instant only, and blocks no start."""
     with open(tmp_path / ".lock", "w") as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
         monkeypatch.setattr(directory.time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
@@ -233,8 +222,7 @@ def test_a_run_that_ends_in_a_new_directory_meanwhile_is_not_mixed_with_this_one
     monkeypatch.setattr(checks, "refuse_output", lambda planned: newer)
     planned: Any = SimpleNamespace(output=tmp_path)
     checks.refuse_another(planned, newer)
-    with pytest.raises(UserError, match=r"another run has ended in .* repeat the command"):
-        checks.refuse_another(planned, older)
-    (tmp_path / "export.json").touch()  # of one without checkpoints
-    with pytest.raises(UserError, match=r"another run has ended in .* repeat the command"):
-        checks.refuse_another(planned, newer)
+    for begins in (older, newer):
+        with pytest.raises(UserError, match=r"another run has ended in .* repeat the command"):
+            checks.refuse_another(planned, begins)
+        (tmp_path / "export.json").touch()  # of one without checkpoints

@@ -85,7 +85,6 @@ def test_pages_that_do_not_depend_on_ranks_resume_with_another_number(
     tmp_path: Path,
     alone: Callable[[int], dict[str, Any]],
 ) -> None:
-    """Page files of the smallest size resume with another number of ranks, since their pages are the same."""
     words, output = ["--nvme", place, *TIERED, "tiered.page_size=4096"], tmp_path / "run"
     killed("1:kill@flip=3", *words, output=output, count=2)
     killed_alone("record=2", *words, "--accumulate", 2, output=output)

@@ -10,6 +10,7 @@ from html import unescape
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 from xml.etree.ElementTree import Element, fromstring
 
@@ -91,7 +92,6 @@ def test_no_text_is_cut_or_on_another() -> None:
 
 
 def elements(page: str) -> list[Element]:
-    """Return the elements of a page, whose tags must be balanced."""
     return list(fromstring(re.sub("<!doctype html>|<meta[^>]*>", "", page)).iter())
 
 
@@ -148,11 +148,7 @@ def test_predicted_and_measured_numbers_and_their_ratio() -> None:
 def test_memory_is_drawn_by_tier() -> None:
     rows = [a_step(step, memory={"ram": 10**8 * step, "drives": 5 * 10**9}, host_rss_bytes=10**9) for step in (1, 2, 3)]
     page = small_page(rows)
-    assert re.findall('aria-label="(.*? over steps)"', page) == [
-        "loss over steps",
-        "RAM over steps",
-        "drives over steps",
-    ]
+    assert re.findall('aria-label="(.*?) over steps"', page) == ["loss", "RAM", "drives"]
     now, most = re.findall('points="(.*?)"', page[page.index("RAM over steps") :])[:2]
     heights = [float(point.split(",")[1]) for point in now.split()]
     assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.15)  # steps of 0.1 GB
@@ -171,18 +167,18 @@ def test_wear_is_the_counted_bytes() -> None:
 # -- while a run goes on ---------------------------------------------------------------------------------------------
 
 
-class Clock:
-    """A clock for Telemetry and Screen that moves only when told."""
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Return a clock for Telemetry and Screen whose `now` moves only when told."""
+    made = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(sinks.time, "monotonic", lambda: made.now)
+    return made
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        monkeypatch.setattr(sinks.time, "monotonic", lambda: self.now)
 
-
-def telemetry(folder: Path, *, total: int, done: int = 0) -> tuple[Telemetry, list[str]]:
+def telemetry(folder: Path, *, total: int) -> tuple[Telemetry, list[str]]:
     """Return the outputs of a run in `folder`, with its page, and the lines that they print."""
     said: list[str] = []
-    outputs = Telemetry(folder, done=done, screen=Screen(total, initial=done, say=said.append, bounds={}, drives=True))
+    outputs = Telemetry(folder, done=0, screen=Screen(total, initial=0, say=said.append, bounds={}, drives=True))
 
     def page(left: float | None) -> str:
         return page_of(read_metrics(folder / "metrics.jsonl", most=800), place="/mnt", left=left)
@@ -195,10 +191,9 @@ def facts_of(page: str) -> dict[str, str]:
     return dict(re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page))
 
 
-def test_the_page_follows_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_follows_the_run(clock: SimpleNamespace, tmp_path: Path) -> None:
     """It is written after the first step and then once in ten seconds, and shows what a reader wants to know."""
-    clock, (outputs, _) = Clock(monkeypatch), telemetry(tmp_path, total=100_000)
-    shown = []
+    (outputs, _), shown = telemetry(tmp_path, total=100_000), []
     for step in range(1, 61):
         clock.now += 0.5
         outputs.step(full_step(step))
@@ -207,11 +202,8 @@ def test_the_page_follows_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             shown.append(page)
     steps = [facts_of(page)["steps"] for page in shown]
     assert steps == [f"{step} of 100000" for step in (1, 21, 41)]
-    facts = facts_of(shown[-1])
-    assert facts["training loss"] == "11.1795"
-    assert facts["a step"] == "0.5 s"
-    assert facts["tokens a second"] == "1.02 k"
-    assert facts["time left"] == "13 h 53 min"
+    facts = {"training loss": "11.1795", "a step": "0.5 s", "tokens a second": "1.02 k", "time left": "13 h 53 min"}
+    assert facts.items() <= facts_of(shown[-1]).items()
     assert RELOAD in shown[-1]
     assert faults(shown[-1]) == []
     assert sorted(os.listdir(tmp_path)) == ["evaluations.jsonl", "metrics.jsonl", "report.html"]
@@ -239,9 +231,9 @@ def test_a_long_run_stays_cheap(tmp_path: Path) -> None:
     assert fmean(one.seconds for one in found) == pytest.approx(1.5, abs=0.02)
 
 
-def test_slow_pages_are_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_pages_are_fewer(clock: SimpleNamespace, tmp_path: Path) -> None:
     """At most a hundredth of the time goes into pages, however long one takes."""
-    clock, (outputs, said), written = Clock(monkeypatch), telemetry(tmp_path, total=1000), []
+    (outputs, said), written = telemetry(tmp_path, total=1000), []
 
     def page(*_: object) -> str:
         clock.now += 2.0
@@ -259,9 +251,9 @@ def test_slow_pages_are_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [after - before for before, after in pairwise(written)] == [202.0] * 4
 
 
-def test_a_page_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_cannot_be_written_does_not_end_the_run(clock: SimpleNamespace, tmp_path: Path) -> None:
     """One line says so, once; the metrics are complete, and no temporary file is left."""
-    clock, (outputs, said) = Clock(monkeypatch), telemetry(tmp_path, total=1000)
+    outputs, said = telemetry(tmp_path, total=1000)
     (tmp_path / "report.html").mkdir()
     for step in range(1, 4):
         clock.now += 60
@@ -324,29 +316,28 @@ def test_differing_settings_and_their_results(tmp_path: Path) -> None:
     slow = {"seconds": 2.0, "tokens_per_second": 256.0, "phases": {"forward": 0.5, "update": 1.5}, "skipped": True}
     two = a_run(tmp_path / "two", "--lr", "2e-3", "--accumulate", "4", steps=3, hidden=0.25, **slow)
     told = rows(one, two)
-    assert told["optim.lr"] == ("0.001", "0.002")
-    assert told["placement"][0] == json.loads((one / "plan.json").read_text())["chosen"]["homes"]
-    assert told["model.name"] == ("gpt2-xl", "gpt2-xl")  # equal, but always shown
-    assert told["train.gradient_accumulation_steps"] == ("1", "4")
-    assert "optim.max_grad_norm" not in told  # equal
-    assert "save.output" not in told
-    assert told["tokens a step"] == ("4.1 k", "16.4 k")
-    assert told["training loss"] == ("3.9400", "3.9700")
-    assert told["validation loss"] == ("3.5000", "-")
-    assert told["a step"] == ("0.5 s", "2 s")
-    assert told["a step, backward"] == ("0.2 s", "-")
-    assert told["a step, update"] == ("0.1 s", "1.5 s")
-    assert told["tokens a second"] == ("1.02 k", "256")
-    assert told["a step, update hidden"] == ("-", "0.25 s")
-    assert told["steps skipped"] == ("-", "3")
+    expected = {
+        "optim.lr": ("0.001", "0.002"),
+        "model.name": ("gpt2-xl", "gpt2-xl"),  # equal, but always shown
+        "train.gradient_accumulation_steps": ("1", "4"),
+        "tokens a step": ("4.1 k", "16.4 k"),
+        "training loss": ("3.9400", "3.9700"),
+        "validation loss": ("3.5000", "-"),
+        "a step": ("0.5 s", "2 s"),
+        "a step, backward": ("0.2 s", "-"),
+        "a step, update": ("0.1 s", "1.5 s"),
+        "tokens a second": ("1.02 k", "256"),
+        "a step, update hidden": ("-", "0.25 s"),
+        "steps skipped": ("-", "3"),
+    }
+    assert expected.items() <= told.items()
+    assert not {"optim.max_grad_norm", "save.output"} & told.keys()  # equal, and a place
     plan = json.loads((one / "plan.json").read_text())
+    assert told["placement"][0] == plan["chosen"]["homes"]
     assert plan["hidden"] or told["a step, predicted"][0] == f"{sum(plan['seconds'].values()):.2g} s"
-
-
-def test_rows_without_a_value_are_left_out(tmp_path: Path) -> None:
-    told = rows(a_run(tmp_path / "one", steps=1, loss=None, nvme_written_bytes=0))
-    for name in ("training loss", "validation loss", "GPU memory, peak", "on drives", "written to drives, a step"):
-        assert name not in told
+    told = rows(a_run(tmp_path / "three", steps=1, loss=None, nvme_written_bytes=0))
+    assert not {"training loss", "validation loss", "GPU memory, peak", "on drives"} & told.keys()
+    assert "written to drives, a step" not in told
     assert told["steps"] == ("1",)
     assert not [cells for cells in told.values() if set(cells) == {"-"}]
 

@@ -20,6 +20,7 @@ from offload_trainer.run.checkpoint import read_manifest
 from offload_trainer.run.loop import learning_rate
 from offload_trainer.settings import load_config
 from offload_trainer.storage.manifest import MANIFEST
+from offload_trainer.units import format_count
 
 STEPS = ["--steps", 20, "train.eval_every=0", "--lr", "1e-3"]
 SAVED = ["--save-every", 6, "save.keep=9"]
@@ -133,7 +134,6 @@ def test_resume_into_another_placement(before: str, after: str, finished, drive:
 
 @pytest.mark.slow
 def test_a_checkpoint_on_demand(finished, drive: Path, tmp_path: Path) -> None:
-    """A checkpoint on request does not disturb a run without checkpoints, and resumes bit for bit."""
     words = ["--nvme", drive, *TINY, *STEPS, *PLACEMENTS["tiered"], "--save-every", 0]
     output = tmp_path / "out"
     run = faulty(f"sh~touch {output}/save@line=5", *words, output=output)
@@ -218,10 +218,7 @@ def test_damaged_checkpoints_are_refused_and_those_without_manifest_do_not_exist
 @pytest.mark.slow
 @pytest.mark.ops
 def test_two_ranks_of_stock_deepspeed_train_as_one(drive: Path, tmp_path: Path) -> None:
-    """Two gloo ranks of one micro-batch match one rank that accumulates two, which then resumes their checkpoint.
-
-    Dropout masks depend on the micro-batch only: other masks would change losses by 0.01.
-    """
+    """One rank that accumulates resumes their checkpoint. Other dropout masks would change losses by 0.01."""
     both = ["--nvme", drive, *TINY, "--steps", 8, "train.eval_every=0", "--save-every", 4, *PLACEMENTS["zero-3 cpu"]]
     both += [f"model.overrides.{key}_pdrop=0.5" for key in ("attn", "embd", "resid")]
     one = call(*both, "--accumulate", 2, output=tmp_path / "one")
@@ -278,21 +275,19 @@ def export(source: Path, destination: Path, dtype: str, *words: str) -> str:
 
 @pytest.mark.slow
 def test_an_export_describes_its_source(finished, tmp_path: Path) -> None:
-    """The model card has the run's numbers, and a second export to the same place is refused."""
     run = finished("plain")
     told = export(run.output, tmp_path / "hf", "fp16", "--check")
     assert "in fp16 to" in told
     assert "read back: every header, and a sample of 28 tensors, equal" in told
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype is torch.float16
     card = (tmp_path / "hf/README.md").read_text()
-    assert f"| Loss of the last step | {run.losses[-1]:.4f} |" in card
-    assert "| Weights | fp16, from the masters of step-00000020 |" in card
-    assert "masters in fp32 |" in card
-    assert f"| Tokens | {run.steps[-1]['tokens']} (" in card
-    assert "| Steps | 20 of 20 |" in card
-    assert "from random weights ({'n_layer': 2, 'n_embd': 96})" in card
-    assert "lr=0.001" in card
-    assert f"torch {torch.__version__.split('+')[0]}" in card
+    rows = dict(re.findall(r"^\| (.*?) \| (.*) \|$", card, re.MULTILINE))
+    told = {"weights": "fp16, from the masters of step-00000020", "steps": "20", "train.steps": "20"}
+    told |= {"training loss": f"{run.losses[-1]:.4f}", "tokens": format_count(run.steps[-1]["tokens"])}
+    told |= {"optim.lr": "0.001", "optim.master_dtype": "fp32"}
+    assert told.items() <= rows.items()
+    assert rows["model"].endswith("from random weights ({'n_layer': 2, 'n_embd': 96})")
+    assert f"torch {torch.__version__.split('+')[0]}" in rows["made with"]
     assert "already holds something" in ask("export", run.output, tmp_path / "hf").stderr
 
 

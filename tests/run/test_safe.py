@@ -19,8 +19,6 @@ from offload_trainer.run.checkpoint import read_manifest
 
 
 class Bomb:
-    """An object whose pickle creates a file when loaded."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from forked_child import GONE, in_a_fork, lose_streams
@@ -21,15 +22,6 @@ from offload_trainer.run.signals import stop_at_once, waiting
 from offload_trainer.stdio import lasting_streams, write_now
 
 STOPPING = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
-
-
-class _InUse:
-    """A stream that raises the error of a reentrant call."""
-
-    def write(self, text: str) -> int:
-        raise RuntimeError("reentrant call")
-
-    flush = write
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +49,7 @@ def test_a_signal_while_a_line_is_printed(
     before = signal.getsignal(number)
     with waiting(say=write_now) as asked:
         assert asked.stop == 0
-        monkeypatch.setattr(sys, "stderr", _InUse())
+        monkeypatch.setattr(sys, "stderr", Mock(**{"write.side_effect": RuntimeError("reentrant call")}))
         send(number)
         assert asked.stop == number
     monkeypatch.undo()
@@ -86,15 +78,9 @@ def test_a_signal_that_a_launcher_passes_on_too_is_one_request() -> None:
         _twice(signal.SIGTERM)
         assert asked.stop == signal.SIGTERM
 
-    def twice() -> None:
-        send(signal.SIGTERM)
-        time.sleep(0.06)
-        send(signal.SIGTERM)
-
-    def work() -> int:
-        with pytest.raises(Stopped, match="unsaved"), stop_at_once(), waiting(say=None, same_within=0.05):
-            twice()
-        return 0
+    def work() -> None:
+        with pytest.raises(Stopped, match="unsaved"), stop_at_once(), waiting(say=None, same_within=0.0):
+            _twice(signal.SIGTERM)
 
     assert in_a_fork(work) == 0
 
@@ -102,10 +88,7 @@ def test_a_signal_that_a_launcher_passes_on_too_is_one_request() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", STOPPING)
 def test_a_hangup_is_never_the_second(first: signal.Signals) -> None:
-    """SIGHUP never counts as the second signal, which ends a run immediately.
-
-    A closing terminal sends several, and systemd sends one after SIGTERM.
-    """
+    """A closing terminal sends several, and systemd sends one after SIGTERM."""
     with waiting(say=None) as asked:
         for number in (first, signal.SIGHUP, signal.SIGHUP):
             send(number)
@@ -136,20 +119,10 @@ def test_sigusr1_requests_a_checkpoint() -> None:
         send(signal.SIGUSR1)
 
 
-class _Swallows:
-    """An object whose destructor swallows exceptions, as a library's callback does."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __del__(self) -> None:
-        send(self.number)
-
-
 def swallow_and_wait(number: int) -> None:
-    """Send a signal whose exception is swallowed; return only if none is raised again."""
+    """Send a signal from a destructor, which swallows its exception; return only if none is raised again."""
     deadline = time.monotonic() + 300
-    _Swallows(number)
+    type("Swallows", (), {"__del__": lambda self: send(number)})()
     while time.monotonic() < deadline:
         pass
 
@@ -217,7 +190,6 @@ def test_an_error_during_cleanup_is_reported() -> None:
 
 @pytest.mark.slow
 def test_cleanup_is_not_interrupted() -> None:
-    """Cleanup after a stop is not interrupted by the repeating alarm, which would leave files half closed."""
     closed = []
 
     def work() -> None:

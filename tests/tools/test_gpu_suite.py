@@ -52,7 +52,6 @@ def suite(command: str, **extra: str) -> subprocess.CompletedProcess[str]:
 
 
 def commands() -> dict[str, str]:
-    """Return the commands of docs/benchmarks/gpu.md by call."""
     page = (ROOT / "docs/benchmarks/gpu.md").read_text()
     return {call: line for line, call in re.findall(r"^ {4}(scripts/gpu_suite\.sh (\w+) .*)$", page, re.MULTILINE)}
 
@@ -90,7 +89,6 @@ def test_the_page_has_both_calls_and_they_fit_in_fifteen_minutes() -> None:
 
 @pytest.mark.slow
 def test_the_first_call(tmp_path: Path, drive: Path) -> None:
-    """It times what its rows name."""
     rehearse("first", tmp_path, drive)
     timed = rows_of(tmp_path, "speed")
     assert [row["case"] for row in timed] == [case.name for case in speed.GROUPS["speed"].cases]

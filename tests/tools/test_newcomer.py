@@ -69,11 +69,7 @@ def steps(output: Path) -> list[dict]:
 
 
 def test_each_command_of_the_quickstart_works(fresh: dict[str, str], wheel: Path, tmp_path: Path) -> None:
-    """Every command works with a wheel built from the source distribution.
-
-    They are the demo without a network and then, in an empty directory: recipe, text, conversations, kill and resume,
-    report, exports. `run/test_runs.py` compares the bits of a killed run with those of one left alone.
-    """
+    """From a wheel: the demo without a network, and in an empty directory all others."""
     folder = tmp_path / "work"
     folder.mkdir()
     (folder / "mine.txt").write_text("It was the best of times, it was the worst of times.\n" * 1500)

@@ -54,7 +54,6 @@ def package(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 @pytest.fixture
 def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the compiler away, and all that was compiled before."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
 
@@ -205,7 +204,6 @@ def test_the_wheel_needs_the_glibc_of_its_name(release: Path, tmp_path: Path) ->
 
 
 def test_a_first_step_without_a_compiler(installed: dict[str, str], tmp_path: Path) -> None:
-    """The first step of `tiny` finishes with the prebuilt kernel, and nothing is compiled."""
     done = run(["python", "-P", "-c", "import offload_trainer; print(offload_trainer.__file__)"], installed, tmp_path)
     assert done.stdout.startswith(str(Path(installed["PATH"]).parent))
     assert run(["offload-train", "cp", "tiny"], installed, tmp_path).returncode == 0

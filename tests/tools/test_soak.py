@@ -23,7 +23,6 @@ SOAK = Path(__file__).resolve().parents[2] / "soak"
 
 
 def run_of_two_steps(path: Path) -> Path:
-    """Write the metrics and the last checkpoint of a run."""
     checkpoint = path / "checkpoints/step-00000002"
     checkpoint.mkdir(parents=True)
     keys = {"tokens": 64, "grad_norm": 1.0, "lr": 1e-3, "loss_scale": 1.0, "skipped": False}
@@ -83,14 +82,12 @@ def test_random_kills_change_nothing(words: list[str], seed: int, tmp_path: Path
 
 @pytest.fixture
 def cacheless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the variable that a kind of files sets."""
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", "")
 
 
 @pytest.mark.usefixtures("cacheless")
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_files_are_refused(kind: str, seed: int, tmp_path: Path) -> None:
-    """soak/damage.py tries thousands."""
     found = search(made(kind, tmp_path), examples=30, number=seed)
     assert found["refused"] > 4
 

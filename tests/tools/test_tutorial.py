@@ -52,10 +52,7 @@ def interrupted(command: str, folder: Path, there: dict[str, str]) -> list[float
 
 @pytest.mark.slow(250)
 def test_the_demo_and_each_command_of_the_tutorial(tmp_path: Path) -> None:
-    """The demo's model gives the right answer, and the export has the trained weights.
-
-    The tutorial's run has the demo's settings and losses. It is ended early, and the demo's run takes its place.
-    """
+    """The tutorial's run has the demo's losses. It is ended early, and the demo's run takes its place."""
     there = environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}", PYTHONPATH=str(ROOT))
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     assert (DEMO, ACTIVATE) == ("make demo", ". .venv/bin/activate")
@@ -95,10 +92,7 @@ def test_the_demo_and_each_command_of_the_tutorial(tmp_path: Path) -> None:
 def test_plans_on_the_page_are_those_that_the_command_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """UPDATE_GOLDEN=1 writes them into the page. The hub's configuration of Qwen3-8B is made here.
-
-    The README's picture, which `scripts/plan_picture.py` draws, has the second one.
-    """
+    """UPDATE_GOLDEN=1 writes them into the page. The README's picture (scripts/plan_picture.py) has the second one."""
     monkeypatch.chdir(tmp_path)
     hidden, layers, inner, heads, pairs = HELD
     config = Qwen3Config(

@@ -51,10 +51,7 @@ def inference_model(path: Path, *, say: Callable[[str], None]) -> Iterator[tuple
 
 
 def sample(path: Path, prompt: str, *, tokens: int, temperature: float, seed: int, say: Callable[[str], None]) -> str:
-    """Return `prompt` followed by the generated continuation of at most `tokens` tokens.
-
-    The prompt begins as documents do in training. `temperature`: 0 for greedy decoding.
-    """
+    """Return `prompt`, begun as documents are in training, and its continuation. `temperature` 0: the likeliest one."""
     with inference_model(path, say=say) as (model, tokenizer):
         (begin, _), ids = document_marks(tokenizer), tokenizer(prompt, add_special_tokens=False)["input_ids"]
         ids = ids if ids[: len(begin)] == begin else begin + ids

@@ -24,13 +24,14 @@ from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.model.loader import ModelSource, resolve_model, save_model_config
 from offload_trainer.optim.state_files import BlockingSnapshot, EngineState
 from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS, is_signed
-from offload_trainer.run.checkpoint import RunRecord, TrainState, checkpoint_of, finish_checkpoint
+from offload_trainer.ranks import ALONE
+from offload_trainer.run.checkpoint import RunRecord, TrainState, checkpoint_of, write_checkpoint
 from offload_trainer.run.directory import environment
 from offload_trainer.run.export import check_destination
 from offload_trainer.run.foreign import ForeignState, directories_of, opened
 from offload_trainer.run.loop import learning_rate
 from offload_trainer.safe_files import is_there
-from offload_trainer.storage.atomic_io import bytes_below, sync_directory
+from offload_trainer.storage.atomic_io import bytes_below
 from offload_trainer.storage.owned_dirs import replacing, scratch
 from offload_trainer.storage.tensorfile import DTYPES, describe_invalid_values
 
@@ -46,8 +47,6 @@ _UNKNOWN = {
 
 @dataclass(frozen=True)
 class Imported:
-    """The result of an import."""
-
     told: str  # description of the source
     checkpoint: Path
     bytes: int
@@ -59,11 +58,8 @@ def import_checkpoint(source: Path, run: Path, config: TrainConfig, *, say: Call
     """Write the state in `source`, of another trainer, as the first checkpoint of the new run directory `run`.
 
     `config`: the configuration of the run. Without a name its model is the one whose config.json is in `source`. The
-    whole of it, with the source's settings, is recorded in the checkpoint. `say` prints a note.
-
-    Raises:
-        UserError: the source is of another format, optimizer or model, or incomplete, or `run` exists.
-        TrainerError: the disk fails.
+    whole of it, with the source's settings, is recorded in the checkpoint. `say` prints a note. Raises UserError if the
+    source is of another format, optimizer or model, or incomplete, or `run` exists, and TrainerError if the disk fails.
     """
     model = config.model
     if config.optim.name != ADAMW.name:
@@ -89,8 +85,6 @@ def import_checkpoint(source: Path, run: Path, config: TrainConfig, *, say: Call
         steps = state.steps or config.train.steps
         try:
             with replacing(run.absolute(), what=_WORK) as new, scratch("offload-trainer-import-") as place:
-                checkpoint = checkpoint_of(new / "checkpoints", state.step)
-                checkpoint.mkdir(parents=True)
                 save_model_config(of, place / "model", dtype=DTYPES[model.dtype], end_of_text=None)
                 if of.directory is not None and any(is_there(of.directory / name) for name in _TOKENIZERS):
                     tokenizer = load_tokenizer(str(of.directory), trust_remote_code=model.trust_remote_code)
@@ -98,8 +92,8 @@ def import_checkpoint(source: Path, run: Path, config: TrainConfig, *, say: Call
                 else:
                     say(f"note: {model.name} has no tokenizer: name one for the run with --tokenizer")
                 record = _record(state, of, config, steps=steps, model=place / "model")
-                _write_state(checkpoint, state, of, names=names, record=record)
-                sync_directory(new / "checkpoints")
+                final, train = checkpoint_of(new / "checkpoints", state.step), TrainState(state.step, 0, 0)
+                write_checkpoint(final, _snapshot(state, of, names=names), ALONE, state=train, record=record)
         except OSError as error:
             raise TrainerError(f"{run}: {reason(error)}; nothing is left there") from error
     made = checkpoint_of(run / "checkpoints", state.step)
@@ -116,10 +110,7 @@ def import_checkpoint(source: Path, run: Path, config: TrainConfig, *, say: Call
 
 
 def _record(state: ForeignState, of: ModelSource, config: TrainConfig, *, steps: int, model: Path) -> RunRecord:
-    """Return the checkpoint's record, with the source's settings, which the run is compared with when it resumes.
-
-    A null in its identity is compared with nothing.
-    """
+    """Return the checkpoint's record with the source's settings. A null in its identity is compared with nothing."""
     made = {
         section: {key: value for key, value in keys.items() if key not in _UNKNOWN.get(section, ())}
         for section, keys in config.model_dump(mode="json").items()
@@ -135,10 +126,7 @@ def _record(state: ForeignState, of: ModelSource, config: TrainConfig, *, steps:
     )
 
 
-def _write_state(
-    checkpoint: Path, state: ForeignState, of: ModelSource, *, names: Mapping[str, str], record: RunRecord
-) -> None:
-    """Write masters, moments and frozen weights by name, then the other files of a checkpoint."""
+def _snapshot(state: ForeignState, of: ModelSource, *, names: Mapping[str, str]) -> BlockingSnapshot:
     trained = {w.name: w.shape for w in of.shape.weights if w.trainable}
     fixed, dtype = {w.name: w.shape for w in of.shape.weights if not w.trainable}, DTYPES[of.section.dtype]
 
@@ -155,8 +143,7 @@ def _write_state(
     engine = EngineState(most, weight_steps={name: count for name, count in counts.items() if count != most})
     if state.loss_scale:
         engine = replace(engine, loss_scale=state.loss_scale)
-    files = BlockingSnapshot(engine, trained, fixed, dtype, read).write(checkpoint)
-    finish_checkpoint(checkpoint, files, TrainState(step=state.step, tokens=0, data_position=0), record)
+    return BlockingSnapshot(engine, trained, fixed, dtype, read)
 
 
 def _rates(state: ForeignState, optim: OptimSection, *, steps: int) -> str:

@@ -36,7 +36,6 @@ class Recipe:
 
 
 def recipes() -> list[Recipe]:
-    """Return all recipes, sorted by name."""
     folder = files("offload_trainer") / "recipes"
     found = {item.name: item.read_text(encoding="utf-8") for item in folder.iterdir() if item.is_file()}
     return [_recipe(file, text) for file, text in sorted(found.items())]
@@ -85,7 +84,6 @@ def copy_recipe(name: str, destination: Path | None) -> tuple[Path, str]:
 
 
 def refuse_taken(path: Path) -> None:
-    """Raise UserError if `path` exists."""
     if path.is_symlink() or path.exists():
         raise UserError(f"{shown(str(path))}: already exists; name another file, or move it away")
 

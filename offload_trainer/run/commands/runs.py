@@ -23,7 +23,6 @@ _NEVER = ("save.output", "save.resume", "placement.nvme", "data.cache", "data.te
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Format the rows of a table as text in aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)
@@ -87,7 +86,6 @@ def _state(directory: Path, *, steps: int | None, saved: int | None) -> str:
 
 
 def run_table(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return table rows: a header, then one row for each run."""
     rows: list[tuple[str, ...]] = [("run", "step", "loss", "validation", "")]
     for run in runs:
         losses = ("-" if run.get(key) is None else f"{run[key]:.4f}" for key in ("loss", "validation_loss"))
@@ -155,9 +153,6 @@ def comparison(runs: Sequence[RunSummary]) -> list[tuple[str, ...]]:
 
 
 def write_page(path: Path, runs: Sequence[RunSummary]) -> None:
-    """Write the comparison as an HTML page with a chart of losses.
-
-    Raises UserError if `path` exists and was not written by this program.
-    """
+    """Write the comparison as an HTML page. Raises UserError if `path` exists and was not written by this program."""
     refuse_foreign(path)
     write_text(path, comparison_page([run.losses for run in runs], comparison(runs)))

@@ -57,6 +57,7 @@ class Plan:
     notes: tuple[str, ...]
     ways: tuple[UpdateSchedule, ...] = ()  # the update schedules that the configuration left open
     way: str = ""  # the schedule that was chosen
+    faster: tuple[tuple[float, str], ...] = ()  # (seconds per step, setting) of settings that change results
     longest_row: int | None = None  # the longest row in tokens that would still fit; None: not computed
     shared: Shared = field(default_factory=dict)
     too_large: str = ""  # a sentence about a unit of the model that exceeds the device's memory, or ""
@@ -122,6 +123,7 @@ class Plan:
             "bounds": [asdict(bound) for bound in self.forecast.bounds],
             "traffic": [asdict(moved) for moved in self.traffic],
             "links": [asdict(moved) for moved in self.links],
+            "faster": [{"seconds": seconds, "words": words} for seconds, words in self.faster],
             "ways": [{**asdict(way), "taken": way.words == self.way} for way in self.ways],
             "longest_row": self.longest_row,
             "too_large": self.too_large or None,
@@ -229,4 +231,5 @@ class Plan:
             least = f"from {format_count(tokens)} tokens a step on (--accumulate)"
             more = [f"with {way.words} from {format_count(way.tokens)} on" for way in ways if way.tokens]
             lines.append(f"    {'; '.join([f'{least}, a step waits for the update at most 10% of its time', *more])}")
-        return lines
+        told = " or ".join(f"{format_seconds(seconds)} a step with {words}" for seconds, words in self.faster)
+        return [*lines, f"  faster, with other results: {told}"] if told else lines

@@ -22,7 +22,7 @@ from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic, forecast, stands_for, tokens_that_hide_the_update
 from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, WORTH, Tiered, TieredCandidate
 from offload_trainer.plan.tiered.spec import layouts_of
-from offload_trainer.plan.tiered.state_formats import state_format
+from offload_trainer.plan.tiered.state_formats import BF16, state_format
 from offload_trainer.plan.tiered.weight_streaming import at_once
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, TierKind, kind_asked
 from offload_trainer.plan.workload import Workload, chunks_of
@@ -88,7 +88,7 @@ def _plan_of_way(
             chosen = _best(engine, replace(work, checkpointed=chosen.work.checkpointed, mlp_chunk=chunk), machine)
     if isinstance(engine, Tiered) and not chosen.fits:
         chosen = replace(chosen, too_large=_too_large(work, machine))
-    return chosen
+    return replace(chosen, faster=tuple(_faster_formats(engine, chosen, work, machine)))
 
 
 def resolved(config: TrainConfig, plan: Plan) -> TrainConfig:
@@ -265,6 +265,32 @@ def _why_not(plan: Plan, chosen: Plan) -> str:
     return (
         f"fits, but a step takes {format_seconds(step)}, less than {_ALIKE - 1:.0%} faster, and forecasts are inexact"
     )
+
+
+def _faster_formats(engine: Engine, plan: Plan, work: Workload, machine: MachineProfile) -> Iterator[tuple[float, str]]:
+    """Yield (seconds per step, settings) of each smaller format of the state that would be `WORTH` shorter again.
+
+    These are the smaller moments, and at last bf16 masters with the smallest. Less state leaves RAM for shadow memory
+    and the GPU for more of the state. It changes results, so `auto` never takes it. Formats are only tried where the
+    update keeps a step waiting, and state is not only in the RAM of a CPU.
+    """
+    found, state, formats = plan.forecast, work.state, work.state.rule.formats
+    step, update = found.step, found.seconds["update"]
+    if not isinstance(engine, Tiered) or not plan.fits or step is None or update is None:
+        return
+    if update - found.hidden < WORTH * step or (machine.gpu is None and not plan.uses_drives):
+        return
+    same = replace(work, checkpointed=plan.work.checkpointed, mlp_chunk=plan.work.mlp_chunk)
+    tried = [replace(state, moments=moments) for moments in formats[formats.index(state.moments) + 1 :]]
+    if work.dtype == "bf16" and BF16 in state.rule.masters and state.masters != BF16:
+        tried.append(replace(state, moments=formats[-1], masters=BF16))
+    for smaller in tried:
+        other = _best(engine, replace(same, state=smaller), machine)
+        shorter = other.forecast.step
+        if other.fits and shorter is not None and shorter <= (1 - WORTH) * step:
+            pairs = ("moment", state.moments, smaller.moments), ("master", state.masters, smaller.masters)
+            yield shorter, " ".join(f"optim.{name}_dtype={new.name}" for name, old, new in pairs if new != old)
+            step = shorter
 
 
 def _too_large(work: Workload, machine: MachineProfile) -> str:

@@ -492,6 +492,29 @@ def test_bf16_masters_take_two_bytes_less(moments: str, each: float) -> None:
     assert sum(one.read for one in moved) == sum(one.written for one in moved) == state.bytes
 
 
+def test_smaller_moments_are_advised_where_they_are_faster_and_never_chosen() -> None:
+    """They move fewer bytes of drives, or leave RAM for shadow memory. What changes results is for the user to take."""
+
+    def advised(plan: Plan) -> list[str]:
+        return [words.removeprefix("optim.moment_dtype=") for _, words in plan.faster]
+
+    plan = planned(*DRIVES)
+    assert any("fp32 master, fp32 moments: 12 B" in item.why for item in plan.items)
+    masters = "optim.master_dtype=bf16"
+    assert advised(plan) == ["bf16", "8bit", f"8bit {masters}"]
+    for seconds, words in plan.faster:
+        assert seconds == planned(*DRIVES, *words.split()).forecast.step
+        assert f"{format_seconds(seconds)} a step with {words}" in " ".join(plan.describe().split())
+    assert advised(planned(*DRIVES, "optim.moment_dtype=bf16")) == ["8bit", f"8bit {masters}"]
+    assert advised(planned(*DRIVES, "optim.moment_dtype=8bit")) == [masters]
+    assert advised(planned(*DRIVES, "optim.moment_dtype=8bit", masters)) == []
+    assert advised(planned(*DRIVES, "optim.moment_dtype=8bit", "--dtype", "fp16")) == []
+    assert advised(planned(*DRIVES, "optim.name=muon")) == []  # has no other format
+    assert advised(planned(*DRIVES, on=timed(drive=1e12, mixed=1e12))) == []  # drives take no time
+    assert advised(planned(*DRIVES, on=replace(timed(), rates=machine().rates))) == []  # no rates
+    assert advised(planned("--ram-fraction", "1", "--seq-len", "128", on=timed(update=1e7))) == []  # RAM of a CPU
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("share", [0.3, 0.5, 1.0])
 def test_shadow_memory_is_spread_evenly_over_blocks_and_ranks(share: float, ranks: int) -> None:

@@ -39,7 +39,7 @@ from offload_trainer.run.process_setup import (
 )
 from offload_trainer.run.signals import stop_at_once
 from offload_trainer.settings import FLAGS, all_keys, dump_config, file_hint, load_config, refuse_unwritable
-from offload_trainer.settings.synonyms import nearest, term_of
+from offload_trainer.settings.synonyms import command_of, nearest
 from offload_trainer.stdio import lasting_streams
 from offload_trainer.units import format_bytes, shown
 
@@ -614,7 +614,8 @@ def _hint(word: str) -> str:
     """Return a suggestion for an unknown command, to append to an error message; "" if nothing is close."""
     if word in PRESETS:
         return f"; a model is named by a flag: --model {word}"
-    if (near := nearest(word, COMMANDS)) in COMMANDS:
-        return f"; did you mean {near}?"
-    term = term_of(word)  # such as dpo, lora or upload, which other trainers have as flags too
-    return f"; {term.note}" if term and term.note else file_hint(Path(word))
+    if term := command_of(word):
+        here = f"use `offload-train {term.here}`" if term.here else ""
+        return "; " + (f"{here} ({term.note})" if here and term.note else here or term.note)
+    near = nearest(word, COMMANDS)
+    return f"; did you mean {near}?" if near in COMMANDS else file_hint(Path(word))

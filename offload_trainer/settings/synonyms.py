@@ -1,4 +1,4 @@
-"""Tables that map flags, keys and values of other trainers to this program's names, for error messages.
+"""Tables that map flags, keys, values and commands of other trainers to this program's names, for error messages.
 
 The words come from transformers, TRL, Axolotl, LLaMA-Factory, torchtune, nanoGPT, litgpt and DeepSpeed. A word that is
 not in the tables is compared with the known names, but only a likely misspelling is suggested: a wrong guess costs the
@@ -35,7 +35,7 @@ _ROWS_OF_STEP = "a step has --micro-batch x --accumulate rows on each rank"
 class Term:
     """This program's equivalent of another trainer's word."""
 
-    here: str  # a key, a key with its value, or a value; "" if there is no equivalent
+    here: str  # a key, a key with its value, a value or a command; "" if there is no equivalent
     note: str = ""  # sentence that says what differs or what to do instead
 
 
@@ -226,7 +226,36 @@ _VALUES = {
     "tiered.overlap": "forward: true off: false",
 }
 
-_BY_WORD = dict(_terms(_TERMS))
+_COMMANDS = f"""
+    train: finetune fine-tune sft fit run pretrain launch start full finetuning finetune_full pretraining
+    sample: generate generation inference infer predict complete
+    chat: talk interact cli_demo
+    export: merge convert save zero_to_fp32 merge-lora merge_lora convert-hf convert_to_hf
+    import: migrate import-checkpoint load-checkpoint import_checkpoint
+    prepare: preprocess tokenize tokenise prepare-data data prepare_data build-dataset prepare_dataset
+    plan: estimate estimate-memory memory dry-run estimate_memory dryrun
+    bench: benchmark profile measure speedtest
+    tune: autotune search sweep autotuning
+    doctor: check env ds_report verify diagnose info
+    runs: status history ps list-runs
+    report: compare diff
+    ls: list recipes templates
+    cp: copy
+    run the same command again to resume from its newest checkpoint | train: resume continue
+    llama.cpp's convert_hf_to_gguf.py converts what it exports, see docs/export.md | export: gguf quantize
+    `offload-train cp NAME` copies one of its recipes | ls: init new create setup config configure wizard
+    a run computes its validation loss every train.eval_every steps; lm-eval reads an export: docs/export.md |
+        eval evaluate test validate lm_eval lm-eval evaluation perplexity
+    `offload-train export` writes a directory that vLLM and transformers load |
+        server api deploy webui webchat ui vllm-serve
+    a run downloads what it needs: --model OWNER/NAME a model, --data hub:OWNER/NAME a dataset | download fetch pull
+    {_UPLOADS} | upload push push-to-hub
+    `offload-train --version` | version
+    `offload-train --help` | help
+    {_PREFERENCES} | dpo grpo ppo reward kto rlhf orpo rm
+    {_ADAPTERS} | lora qlora peft finetune_lora finetune_adapter
+"""
+_BY_WORD, _BY_COMMAND = dict(_terms(_TERMS)), dict(_terms(_COMMANDS))
 _FAMILIES = {word[:-1]: _BY_WORD.pop(word) for word in [*_BY_WORD] if word.endswith("*")}  # by their prefix
 _BY_VALUE = {key: {word: term.here for word, term in _terms(table)} for key, table in _VALUES.items()}
 
@@ -241,6 +270,11 @@ def term_of(word: str) -> Term | None:
 def value_of(key: str, value: object) -> str | None:
     """Return the equivalent of another trainer's value of a key, or a replacement for key and value."""
     return _BY_VALUE.get(key, {}).get(plain(str(value)).removeprefix("torch."))
+
+
+def command_of(word: str) -> Term | None:
+    """Return the equivalent of another trainer's command; None if it is unknown."""
+    return _BY_COMMAND.get(word.lower())
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

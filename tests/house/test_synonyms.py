@@ -11,7 +11,18 @@ from offload_trainer.cli import COMMANDS as OURS
 from offload_trainer.cli import take_command
 from offload_trainer.errors import UserError
 from offload_trainer.settings import FLAGS, all_keys, load_config
-from offload_trainer.settings.synonyms import _BY_VALUE, _BY_WORD, _FAMILIES, _NEAR, _TERMS, _terms, nearest, plain
+from offload_trainer.settings.synonyms import (
+    _BY_COMMAND,
+    _BY_VALUE,
+    _BY_WORD,
+    _COMMANDS,
+    _FAMILIES,
+    _NEAR,
+    _TERMS,
+    _terms,
+    nearest,
+    plain,
+)
 
 ADAPTERS, QUANTISED, LOGGED = "for adapters (PEFT) use the Python library", "never quantised", "metrics.jsonl"
 
@@ -47,7 +58,16 @@ LEADS: dict[str, str] = {
     "--gpu 0": "CUDA_VISIBLE_DEVICES",
     "--config x.yaml": "the configuration file is the first word",
 }
-COMMANDS = {"quantize": QUANTISED, "gpt2-xl": "--model gpt2-xl", "trian": "did you mean train?"}
+COMMANDS = {
+    "finetune": "`offload-train train`",
+    "merge": "`offload-train export`",
+    "quantize": "convert_hf_to_gguf.py",
+    "init": "`offload-train cp NAME`",
+    "evaluate": "train.eval_every",
+    "version": "`offload-train --version`",
+    "gpt2-xl": "--model gpt2-xl",
+    "trian": "did you mean train?",
+}
 SWITCHES = {"--version", "--help", *(name for command in OURS.values() for name in command.arguments)}
 
 
@@ -105,15 +125,20 @@ def test_the_names_of_the_page_are_known() -> None:
         assert re.search("; use |; did you mean ", told(f"{name}=1")), name
 
 
-def test_no_word_has_two_meanings() -> None:
-    every = [word for word, _ in _terms(_TERMS)]
+@pytest.mark.parametrize("table", [_TERMS, _COMMANDS])
+def test_no_word_has_two_meanings(table: str) -> None:
+    every = [word for word, _ in _terms(table)]
     assert sorted(every) == sorted(set(every))
 
 
-@pytest.mark.parametrize(("word", "here"), COMMANDS.items())
-def test_a_first_word_that_is_no_command(word: str, here: str) -> None:
-    with pytest.raises(UserError, match=f"neither a command.*{re.escape(here)}"):
-        take_command([word])
+def test_commands_of_other_trainers_lead_to_commands() -> None:
+    for word, here in COMMANDS.items():
+        with pytest.raises(UserError, match=f"neither a command.*{re.escape(here)}"):
+            take_command([word])
+    assert not _BY_COMMAND.keys() & OURS.keys()
+    for term in _BY_COMMAND.values():
+        assert term.here in OURS or (not term.here and term.note)
+        assert not _unknown_words(term.note)
 
 
 def test_misspellings() -> None:

@@ -217,8 +217,10 @@ tags:
 ---
 """
 # Settings and results that a card shows.
-_SET = ("model.dtype", "optim.master_dtype", "optim.name", "optim.lr", "optim.betas", "optim.weight_decay")
-_SET += ("optim.max_grad_norm", "optim.schedule", "optim.moment_dtype", "train.seed", "train.steps")
+_SET = (
+    *("model.dtype", "optim.master_dtype", "optim.name", "optim.lr", "optim.betas", "optim.weight_decay"),
+    *("optim.max_grad_norm", "optim.schedule", "optim.moment_dtype", "train.seed", "train.steps"),
+)
 _RESULTS = ("steps", "tokens", "training loss", "validation loss", "bits a byte", "a step")
 
 

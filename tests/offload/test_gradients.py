@@ -85,10 +85,11 @@ def sums(units: tuple[Unit, ...], home: int, *, device_sums: int = 0, **changes:
     patch.setattr(module, "GRADIENTS_IN_FLIGHT", changes.pop("in_flight_bytes", module.GRADIENTS_IN_FLIGHT))
     dtype = changes.pop("dtype", torch.float32)
     homes, sizes = [home] * len(units), [dtype.itemsize * unit.trained for unit in units]
-    store = UnitStore(sizes, homes, dtype=dtype, files=[], transfers=transfers, pinned=False, node=Node())
+    node = changes.pop("node", Node())
+    store = UnitStore(sizes, homes, dtype=dtype, files=[], transfers=transfers, pinned=False, node=node)
     tiers = TierSizes(0, 1, TierKind.RAM, 0, 0, 0, False, False, (), device_sums=device_sums)
     parts: dict[str, Any] = {"kernels": (TorchKernel(), TorchKernel()), "ring_bytes": 1 << 20, "sizes": tiers}
-    given: Any = SimpleNamespace(units=units, node=Node(), **parts | changes)
+    given: Any = SimpleNamespace(units=units, node=node, **parts | changes)
     made = Gradients(given, store, order=[place.weight.name for _, place in places(units)])
     try:
         yield made

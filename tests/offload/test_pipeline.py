@@ -24,8 +24,8 @@ from placements import ALL_ON_DRIVES, BEHIND, FULL, IN_LINE, ON, hold_up
 from sample_chats import lines, turns
 from sample_plans import GB, SHAPES, cluster, machine, rate, timed, wish
 from seen_calls import calls_of
-from test_gradients import gradients_of, places
 from test_gradients import model as small_units
+from test_gradients import places, sums
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -41,7 +41,6 @@ from offload_trainer.model.loss import CausalLoss
 from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.offloading.device import CpuDevice
 from offload_trainer.offloading.gradients.collector import GradientIntake
-from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.collective_fetch import WeightFetches
 from offload_trainer.offloading.ranks.cuts import Cuts, Like
 from offload_trainer.offloading.ranks.node_comm import Node
@@ -53,7 +52,6 @@ from offload_trainer.plan.tiered.footprint import fetched as of_plan
 from offload_trainer.plan.tiered.layout import ALIGN, RAM
 from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
 from offload_trainer.settings import load_config
-from offload_trainer.storage.transfer import Transfers
 from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
@@ -326,20 +324,16 @@ def test_bytes_on_drives_and_between_ranks_are_the_plans(count: int, groups: int
 def reported() -> list[int]:
     """Return the units that this rank hears of, in a backward in which a weight of the second block has no gradient."""
     node, units, owners, found = Node(together=True), small_units(), {3: 0, 2: 1, 1: 0, 0: 0}, list[int]()
-    sizes, homes, transfers = [4 * unit.trained for unit in units], [RAM] * len(units), Transfers()
-    store = UnitStore(sizes, homes, dtype=torch.float32, files=[], transfers=transfers, pinned=False, node=node)
-    gradients = gradients_of(units, store, device=CpuDevice(), node=node)
-    for missing in ("h.1.b", ""):
-        gradients.report_to(lambda unit, made, error: found.append(-1 if error else unit), owners=owners)
-        for unit, place in reversed(places(units)):
-            if owners[unit.index] == node.rank and place.weight.name != missing:
-                gradients.add(place.weight.name, torch.ones(place.weight.shape), last=True)
-        gradients.end_of_backward(last=True)
-        gradients._reports.submit(lambda: None).wait()
-        gradients.finish()
-        gradients.clear()
-    gradients.close()
-    transfers.close()
+    with sums(units, RAM, device=CpuDevice(), node=node) as gradients:
+        for missing in ("h.1.b", ""):
+            gradients.report_to(lambda unit, made, error: found.append(-1 if error else unit), owners=owners)
+            for unit, place in reversed(places(units)):
+                if owners[unit.index] == node.rank and place.weight.name != missing:
+                    gradients.add(place.weight.name, torch.ones(place.weight.shape), last=True)
+            gradients.end_of_backward(last=True)
+            gradients._reports.submit(lambda: None).wait()
+            gradients.finish()
+            gradients.clear()
     return found
 
 

@@ -98,7 +98,6 @@ INSTEAD = {  # other keys that a caller may try, and what to do instead
     "name": "give it to ot.load",
     "image_patches": "ot.load takes it; of a module in memory all weights are counted for each token of a row",
     "loss_chunk": "your code computes the loss",
-    "mlp_chunk": "a session runs the model's own forward",
     "engine": "a session always uses the tiered engine",
     "gpus": "start the script with torchrun --nproc-per-node N",
     "threads": "use torch.set_num_threads",

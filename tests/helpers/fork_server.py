@@ -135,7 +135,6 @@ def _load_libraries() -> None:
     import offload_trainer.run.train
 
     offload_trainer.model.shape.count_activations = counted_once
-    offload_trainer.model.probes.blocks.count_activations = counted_once
     if "stock" not in sys.argv:
         return
     # DeepSpeed for a CPU, with py-cpuinfo's answer, which takes a second each time and never changes.

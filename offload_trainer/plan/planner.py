@@ -453,16 +453,16 @@ def with_fewer_buffers(config: TrainConfig) -> list[TrainConfig]:
 
 
 def any_placement_fits(
-    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int
+    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int, saves: bool = True
 ) -> bool:
-    """Return whether the configuration fits in any placement that it allows."""
+    """Return whether the configuration fits in any placement that it allows. `saves`: as in `make_plan`."""
     if config.parallel.pipeline == "auto":
         ways = divisions(config, world=max(1, world // nodes))
-        return any(any_placement_fits(way, shape, machine, world=world, nodes=nodes) for way in ways)
+        return any(any_placement_fits(way, shape, machine, world=world, nodes=nodes, saves=saves) for way in ways)
     place, machine = config.placement, at_once(machine, ranks=max(1, world // nodes))
     if place.nvme and (place.optimizer, place.gpu_fraction) == ("auto", "auto"):  # needs least with no state on the GPU
         config = config.with_keys("placement", gpu_fraction=0.0)
-    engine, work = engine_of(config), workload(config, shape, world=world, nodes=nodes)
+    engine, work = engine_of(config), workload(config, shape, world=world, nodes=nodes, saves=saves)
     if config.model.activation_checkpointing == "auto" and isinstance(engine, Tiered) and shape.can_checkpoint:
         work = replace(work, checkpointed=shape.layers)
     candidates = engine.candidates(work, machine)[::-1]  # the least on the GPU first

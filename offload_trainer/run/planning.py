@@ -194,21 +194,25 @@ def model_of(config: TrainConfig) -> Any:
     return replace(source, shape=replace(source.shape, no_chain=why_no_chain(source.meta(), pipeline=pipeline)))
 
 
-def planned(config: TrainConfig, source: Any, machine: MachineProfile, *, world: int, nodes: int = 1) -> Planned:
+def planned(
+    config: TrainConfig, source: Any, machine: MachineProfile, *, world: int, nodes: int = 1, saves: bool = True
+) -> Planned:
     """Plan `config`; if the device lacks memory, plan with the most weight buffers that fit. `source` has a shape.
 
     If none fit, return the first plan, or that of one buffer if one unit of weights alone exceeds device memory.
+    `saves`: as in `make_plan`.
     """
 
     def plan_of(candidate: TrainConfig) -> Planned:
-        plan = make_plan(candidate, source.shape, machine, world=world, nodes=nodes)
+        plan = make_plan(candidate, source.shape, machine, world=world, nodes=nodes, saves=saves)
         return Planned(resolved(candidate, plan), plan, machine, source)
 
     first, candidates = plan_of(config), with_fewer_buffers(config)
-    if not lacks_room(first.plan, machine):
+    room = first.plan.tiers[machine.device]
+    if first.plan.engine == "deepspeed" or room["need"] <= room["have"]:
         return first
     for candidate in candidates:
-        if any_placement_fits(candidate, source.shape, machine, world=world, nodes=nodes):
+        if any_placement_fits(candidate, source.shape, machine, world=world, nodes=nodes, saves=saves):
             found = plan_of(candidate)
             if found.plan.fits:
                 return found
@@ -284,15 +288,6 @@ def _moves(found: Planned, config: TrainConfig, *, here: bool) -> Iterator[str]:
         yield f"--seq-len {tokens}"
     if config.model.dtype == "fp32":
         yield "--dtype bf16"
-
-
-# -- settings that need less device memory -----------------------------------------------------------------------------
-
-
-def lacks_room(plan: Plan, machine: MachineProfile) -> bool:
-    """Return True if the plan needs more memory on the computing device than there is, and fallbacks exist."""
-    room = plan.tiers[machine.device]
-    return plan.engine != "deepspeed" and room["need"] > room["have"]
 
 
 # -- choices of the run that this one resumes --------------------------------------------------------------------------

@@ -189,7 +189,7 @@ def model_of(config: TrainConfig) -> Any:
     at_home, pipeline = config.placement.params == "gpu" and order == "auto", config.parallel.pipeline != 1
     if not pipeline and (one or at_home or order == "depth_first" or config.placement.engine_name != "tiered"):
         return source  # it does not matter whether micro-batches can pass through its blocks together
-    from offload_trainer.model.probes.blocks import why_no_chain
+    from offload_trainer.model.breadth_first import why_no_chain
 
     return replace(source, shape=replace(source.shape, no_chain=why_no_chain(source.meta(), pipeline=pipeline)))
 

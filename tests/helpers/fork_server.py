@@ -129,7 +129,6 @@ def _load_libraries() -> None:
     from counted_once import counted_once
 
     import offload_trainer.engine.tiered
-    import offload_trainer.model.probes.blocks
     import offload_trainer.run.export
     import offload_trainer.run.loop
     import offload_trainer.run.train

@@ -35,11 +35,10 @@ from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.machine.rate_cache import keep_rates
-from offload_trainer.model.breadth_first import BreadthFirst
+from offload_trainer.model.breadth_first import BreadthFirst, why_no_chain
 from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.loader import checkpoint_blocks, resolve_model
 from offload_trainer.model.loss import CausalLoss
-from offload_trainer.model.probes.blocks import why_no_chain
 from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.offloading.device import CpuDevice
 from offload_trainer.offloading.gradients.collector import GradientIntake

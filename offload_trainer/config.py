@@ -68,9 +68,6 @@ class ModelSection(_Section):
     only)"""
     loss_chunk: PositiveInt = 1024
     """tokens whose logits exist at the same time in the loss"""
-    mlp_chunk: PositiveInt | Literal["auto", "off"] = "auto"
-    """tokens that pass through a block's MLP at a time; auto: all, or the largest of 8192, 4096, ... 256 that makes the
-    run fit. Chunks change last bits and dropout; not with deepspeed"""
     freeze: tuple[str, ...] = ()
     """regular expressions; parameters whose name matches one are not trained"""
     base: Literal["model", "nf4", "int8"] = "model"

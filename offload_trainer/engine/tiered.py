@@ -86,9 +86,7 @@ class TieredEngine:
             each = work.sequence * work.pipeline
             self.rank, self.world = self._node.rank // each, self._node.world // each
             context = parameters_without_memory()
-            self._module = source.build(
-                dtype=self._dtype, context=context, checkpointed=work.checkpointed, mlp_chunk=work.mlp_chunk
-            )
+            self._module = source.build(dtype=self._dtype, context=context, checkpointed=work.checkpointed)
             parameters = without_values(self._module.model, dtype=self._dtype, place=self._place, separate=True)
             self._module.to(self._place)
             for name, value in source.buffers().items():

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby
 from typing import Any
 from unittest.mock import patch
 
@@ -33,7 +33,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from offload_trainer.model.loss import CausalLoss
-from offload_trainer.model.tiled_mlp import Tiled, zeros
 from offload_trainer.offloading.autograd import in_backward
 from offload_trainer.optim.cross_entropy import cross_entropy
 from offload_trainer.plan.shape import Activations, Growth, Order, Part, pruned, unit_of
@@ -46,7 +45,6 @@ _LONG = 65536  # row length in tokens at which the plausibility of kept memory i
 # attributes that differ between otherwise equal blocks
 _NUMBER = re.compile(r"(^|_)(idx|index|id|number|num|i)$|layer_num")
 _MOST_OPERATIONS = 32_000  # limit for all passes and attempts of one count: about two seconds
-PIECE = "piece"  # name of the mark where a piece begins; the next mark is where it ends
 
 
 @dataclass(frozen=True)
@@ -65,21 +63,20 @@ def count_activations(
     dtype: torch.dtype,
     whole_logits: bool = False,
     packed: bool = False,
-    tiles: Sequence[str] = (),
     chunk: int = 1024,
 ) -> ModelMemory | None:
     """Count the activation memory of `model` on a GPU and on a CPU when it runs in `dtype`.
 
     `model` is on the meta device, with its frozen parameters set; its parameters are in `dtype` afterwards. `packed` is
-    for rows of several documents, with a mask between them. `tiles` are names of modules that run in pieces, and
-    `chunk` is `model.loss_chunk`. Returns None for a model that cannot run on meta tensors.
+    for rows of several documents, with a mask between them. `chunk` is `model.loss_chunk`. Returns None for a model
+    that cannot run on meta tensors.
     """
     with suppress(Exception):  # an architecture's code may raise anything
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
         model.train()
         loss = CausalLoss(model, chunk=chunk, whole=whole_logits)
-        count = _Count(loss, blocks, packed=packed, tiles=[model.get_submodule(name) for name in tiles])
+        count = _Count(loss, blocks, packed=packed)
         counted = count.with_few_blocks()
         if not count.kernels.differs:
             return counted
@@ -91,10 +88,10 @@ def count_activations(
 class _Count:
     """Traced passes of a model's body and head, with a GPU's kernels or a CPU's; the loss is counted for both."""
 
-    def __init__(self, loss: CausalLoss, blocks: Sequence[str], *, packed: bool, tiles: Sequence[nn.Module]) -> None:
+    def __init__(self, loss: CausalLoss, blocks: Sequence[str], *, packed: bool) -> None:
         """Set up the passes; afterwards the parameters' storages must stay the same."""
         self.kernels, self._loss, self._model = Kernels(gpu=True), loss, loss.model
-        self._packed, self._tiles, self._left = packed, tiles, _MOST_OPERATIONS
+        self._packed, self._left = packed, _MOST_OPERATIONS
         self._named, inside = blocks, {self._model.get_submodule(name) for name in blocks}
         unit = {parameter: unit_of(name, blocks)[0] for name, parameter in self._model.named_parameters()}
         used = {m: [unit[weight] for weight in m.parameters(recurse=m in inside)] for m in self._model.modules()}
@@ -164,9 +161,7 @@ class _Count:
     def _body(self, blocks: Sequence[nn.Module], rows: int, length: int) -> AllocationTrace:
         ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
         positions = [torch.zeros_like(ids)] if self._packed else []
-        with ExitStack() as stack, self._watched(blocks, ids, *positions) as held:
-            for module in self._tiles:
-                stack.enter_context(patch.object(module, "forward", TileStub(module, held)))
+        with self._watched(blocks, ids, *positions) as held:
             output = self._loss.run(ids, *positions)
             states = output.logits if self._loss.whole else output.last_hidden_state
             self._kind, self._width = type(output), states.shape[-1]
@@ -217,8 +212,7 @@ class _Count:
                 hidden.register_hook(lambda _: held.mark("gradient", number))
 
         def begin(module: nn.Module, _: Any) -> None:
-            if not in_backward():  # a piece runs again there
-                held.forward += self._units_of[module]
+            held.forward += self._units_of[module]
 
         def hand_over(parameter: nn.Parameter) -> None:
             parameter.grad = None
@@ -355,13 +349,6 @@ def _levels(traces: Sequence[AllocationTrace], length: int) -> tuple[list[Growth
     else:
         held = [_fitted(*size, length=length) for size in zip(*(one.at_marks() for one in traces), strict=True)]
         marks = [(what, number, 2 * place + 1) for place, (what, number, _) in enumerate(marks)]
-    for (what, _, start), (_, _, end) in pairwise(marks):
-        for place in range(start + 1, end + 1) if what == PIECE else ():
-            # The traced piece is as long as the micro-batch: its memory per token is that of any piece.
-            moment = held[place] - held[start]
-            if replace(moment, fixed=0.0, token=0.0) != Growth():
-                raise ValueError("what a piece holds does not grow with its tokens")
-            held[place] = held[start] + Growth(fixed=moment.fixed, piece=moment.token)
     return held, marks
 
 
@@ -496,13 +483,6 @@ class AllocationTrace(TorchDispatchMode):
     def mark(self, what: str, number: int = 0) -> None:
         self.marks.append((what, number, len(self.events)))
 
-    @contextmanager
-    def piece(self) -> Iterator[None]:
-        """Mark memory that is in use inside the context as that of a piece of the micro-batch."""
-        self.mark(PIECE)
-        yield
-        self.mark("end of the piece")
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _aten._local_scalar_dense.default and args[0].dtype is torch.bool:
             # The check whether all positions are consecutive is answered with no for packed rows. Nothing is padded or
@@ -548,34 +528,3 @@ def _filled(units: Sequence[str], others: Mapping[str, str]) -> tuple[str, ...]:
             found += [other for other, like in others.items() if like == unit]
         found.append(unit)
     return tuple(found)
-
-
-class TileStub(Tiled):
-    """A tile (tiled_mlp.py) with one piece as long as the micro-batch, whose memory is marked as that of a piece.
-
-    The number of pieces depends on the row length, so a pass with real ones would not show how memory grows.
-    """
-
-    def __init__(self, module: nn.Module, held: AllocationTrace) -> None:
-        super().__init__(module, 0)
-        self._held = held
-
-    def outputs(self, x: torch.Tensor) -> torch.Tensor:
-        output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        with self._held.piece():
-            self._whole(_flat(x))
-        return output
-
-    def gradients(
-        self, x: torch.Tensor, gradient: torch.Tensor, back: torch.Tensor | None, weights: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor | None]:
-        sums: list[torch.Tensor | None] = [zeros(weight) for weight in weights]
-        with self._held.piece(), torch.enable_grad():
-            piece = _flat(x).requires_grad_()
-            torch.autograd.grad(self._whole(piece), [piece, *weights], _flat(gradient), allow_unused=True)
-        return sums
-
-
-def _flat(values: torch.Tensor) -> torch.Tensor:
-    """Return [rows, tokens, width] or [tokens, width] as one row, which requires no gradient."""
-    return values.detach().reshape(*(1,) * (values.dim() - 2), -1, values.shape[-1])

@@ -8,6 +8,9 @@ Only one thread runs at a time, and the blocks are computed by the calling threa
 threads for each thread that computes. The autograd graph is cut after each block; the cut keeps the gradient until it
 is the previous block's turn. docs/design_streaming.md says why every bit is that of one micro-batch after the other.
 
+Names and architectures do not tell which models can run so: some blocks feed all later ones. So `why_no_chain` runs a
+tiny model of the same kind both ways, and the gradients must have the same bits.
+
 With `Cuts` each rank of a pipeline computes its blocks only. In place of another block's output it has NaN, or what
 that block's rank sends if one of its own follows. If the forward takes the micro-batches in order, the first loss may
 begin while the last block computes the others.
@@ -15,10 +18,12 @@ begin while the last block computes the others.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from functools import partial
+from operator import itemgetter
 from queue import SimpleQueue
 from threading import Thread, local
 from typing import Any
@@ -27,13 +32,17 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import PreTrainedModel
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.model.loss import CausalLoss
+from offload_trainer.model.loader import checkpoint_blocks
+from offload_trainer.model.loss import CausalLoss, adds_router_loss
+from offload_trainer.model.probes.tiny_model import TrialFailed, random_ids, try_on_tiny_model
 from offload_trainer.offloading.ranks.cuts import Cuts, Like
 
 Saving = Callable[[], AbstractContextManager[Any]]
 _HERE = local()  # has the attribute `micro_batch` in a thread of one
+_ROW, _MICRO, _CHUNK = 24, 3, 16  # of the trial: tokens of a row, micro-batches, and tokens of a piece of the loss
 
 
 class BreadthFirst:
@@ -342,3 +351,67 @@ def _last_cut(tensor: torch.Tensor) -> int:
                 found = max(found, node.block)
             left += [before for before, _ in node.next_functions]
     return found
+
+
+def why_no_chain(model: PreTrainedModel, *, pipeline: bool = False) -> str:
+    """Return why micro-batches cannot pass through models like `model` block by block, or "" if they can.
+
+    `pipeline`: different ranks compute the blocks, which must share nothing but hidden states.
+    """
+    name, text = type(model).__name__, model.config.get_text_config()
+    skipped = [key for key, value in vars(text).items() if "layerdrop" in key and value]
+    if skipped:
+        return f"{name} skips blocks at random ({', '.join(skipped)})"
+    if pipeline and adds_router_loss(model):
+        return f"the loss of {name} has a part of the routers of all blocks (output_router_logits)"
+    try:
+        equal, only_hidden = try_on_tiny_model(model, _equal_both_ways)
+    except TrialFailed as error:
+        return f"in a trial, a tiny {name} did not run so ({error})"
+    if equal and (only_hidden or not pipeline):
+        return ""
+    how = "its blocks share more than hidden states" if equal else "its gradients differ"
+    return f"{name} is no chain of blocks, as a trial with a tiny one shows: {how}"
+
+
+def _equal_both_ways(tiny: PreTrainedModel) -> tuple[bool, bool]:
+    """Return whether micro-batches give the same gradients, to the last bit and in the same order, block by block.
+
+    Return also whether blocks share only hidden states.
+    """
+    checkpoint_blocks(tiny, reentrant=False)
+    loss = CausalLoss(tiny.train(), chunk=_CHUNK)
+    rows = [random_ids(tiny, 1, _ROW + 1) for _ in range(_MICRO)]
+    batches = [(ids[:, :-1], ids[:, 1:], number, _ROW, None) for number, ids in enumerate(rows)]
+    uses = Counter(id(parameter) for _, parameter in tiny.named_parameters(remove_duplicate=False))
+    sums, now, once = dict[tuple[str, int], torch.Tensor](), 0, True
+
+    def turn(number: int) -> None:
+        nonlocal now
+        now = number
+
+    def take(name: str, parameter: Any) -> None:
+        nonlocal once
+        gradient, parameter.grad = parameter.grad, None
+        if (name, now) in sums:
+            once &= uses[id(parameter)] > 1  # a tied weight gets gradients of a micro-batch at several times
+            gradient = sums[name, now] + gradient
+        sums[name, now] = gradient
+
+    for name, parameter in tiny.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(partial(take, name))
+    for number, batch in enumerate(batches):
+        turn(number)
+        loss(*batch).backward()
+    if not sums:
+        raise UserError("no gradient arrived")
+    expected, sums, once = sums, {}, True
+    model = BreadthFirst(loss)
+    with model.step(batches):
+        model.forward()
+        model.backward(turn, [1.0] * _MICRO)
+    # A stable sort by weight shows the order in which each weight's micro-batches came.
+    in_order = once and sorted(sums, key=itemgetter(0)) == sorted(sums)
+    equal = in_order and sums.keys() == expected.keys() and all(torch.equal(sums[key], expected[key]) for key in sums)
+    return equal, model.only_hidden

@@ -33,7 +33,6 @@ from offload_trainer.model.presets import PRESETS, local_directory
 from offload_trainer.model.pretrained import OpenedWeights, opened_weights, persistent_buffers
 from offload_trainer.model.probes.rows import refuse_crossing, refuse_pieces
 from offload_trainer.model.shape import block_names, model_shape
-from offload_trainer.model.tiled_mlp import Tiled
 from offload_trainer.plan.planner import checkpointed_blocks
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.safe_files import one_line, read_back
@@ -102,14 +101,13 @@ class ModelSource:
         reentrant: bool = False,
         offload: bool = False,
         checkpointed: int | None = None,
-        mlp_chunk: int = 0,
     ) -> CausalLoss:
         """Build the module with unset parameters in `dtype` and with its buffers as transformers computes them.
 
         `context` surrounds the construction (DeepSpeed's zero.Init, `parameters_without_memory`). `reentrant`: torch's
         reentrant checkpointing; `offload`: transformers moves its inputs to host memory, on the compute stream;
-        `checkpointed`: number of the first blocks that are checkpointed, None as the section says. `mlp_chunk`: tokens
-        that pass through an MLP at a time, 0 for all. Frozen parameters are set, and weights are tied.
+        `checkpointed`: number of the first blocks that are checkpointed, None as the section says. Frozen parameters
+        are set, and weights are tied.
         """
         if torch.cuda.is_available():
             repeat_keys_where_needed()
@@ -139,9 +137,6 @@ class ModelSource:
             if reentrant:
                 # The reentrant variant produces no gradients if its input needs none, as with frozen embeddings.
                 model.enable_input_require_grads()
-        for name in self.shape.tiles if mlp_chunk else ():
-            module = model.get_submodule(name)
-            module.forward = Tiled(module, mlp_chunk)
         return CausalLoss(model, chunk=self.section.loss_chunk, whole=self.shape.whole_logits)
 
     def _module(self, context: AbstractContextManager[Any], **words: Any) -> Any:

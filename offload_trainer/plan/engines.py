@@ -92,7 +92,6 @@ def _settings_of_others(engine: Engine, config: TrainConfig) -> list[str]:
             "model.offload_activations": (kind_asked(model.offload_activations) == TierKind.DRIVES, ": use cpu"),
             "model.activation_checkpointing": (isinstance(model.activation_checkpointing, int), ": use on or off"),
             "model.base": (model.base != "model", ": leave it out"),
-            "model.mlp_chunk": (model.mlp_chunk not in ("auto", "off"), ": leave it out"),
             "optim.moment_dtype": (optim.moment_dtype not in ("fp32", "8bit"), ""),
             "optim.master_dtype": (optim.master_dtype != "fp32", ""),
             "optim.name": (optim.name != "adamw", ""),

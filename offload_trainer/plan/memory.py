@@ -66,8 +66,7 @@ def activation_items(
     `kept` are items for the blocks' inputs, if the engine offloads them.
     """
     shape, world, gpu, device = work.shape, work.here, machine.gpu is not None, partial(Item, machine.device)
-    whole, tiled = (shape.on_gpu, shape.tiled_on_gpu) if gpu else (shape.on_cpu, shape.tiled_on_cpu)
-    counted = tiled if work.mlp_chunk else whole
+    counted = shape.on_gpu if gpu else shape.on_cpu
     pieces = loss_pieces(shape.vocabulary, chunk=work.loss_chunk, gpu=gpu)
     of_rank = counted or estimated(shape, work.item_bytes, pieces=pieces)
     if work.sequence > 1:
@@ -259,9 +258,7 @@ def peak_of(
     checkpointed = len(counted.blocks) if work.checkpointed == work.shape.layers else work.checkpointed
 
     def most(moments: Iterable[Growth]) -> int:
-        return max(
-            (moment.at(rows, length, gradients=gradients, piece=work.mlp_chunk) for moment in moments), default=0
-        )
+        return max((moment.at(rows, length, gradients=gradients) for moment in moments), default=0)
 
     def now(growth: Growth) -> int:
         return growth.at(rows, length)

@@ -108,7 +108,6 @@ class Plan:
                 "checkpointing": self.work.checkpointed > 0,
                 "checkpointed_blocks": self.work.checkpointed,
                 "seq_len": self.work.seq_len,
-                "mlp_chunk": self.work.mlp_chunk,
                 "micro_batch": self.work.micro_batch,
                 "tokens_per_step": self.work.tokens,
                 "ranks": self.work.world,
@@ -138,8 +137,7 @@ class Plan:
         head = [
             f"plan: {format_count(work.shape.parameters)} parameters, {format_count(work.tokens)} tokens a step in "
             f"micro-batches of {work.micro_batch} x {work.seq_len}, {self.title}",
-            f"  {self.homes}{f'; gradient checkpointing{some}' if count else ''}"
-            + (f"; MLPs in chunks of {work.mlp_chunk} tokens" if work.mlp_chunk else ""),
+            f"  {self.homes}{f'; gradient checkpointing{some}' if count else ''}",
             *self._describe_tiers(full=full),
             *self._describe_seconds(steps, full=full),
         ]

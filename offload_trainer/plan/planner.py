@@ -25,7 +25,7 @@ from offload_trainer.plan.tiered.spec import layouts_of
 from offload_trainer.plan.tiered.state_formats import BF16, state_format
 from offload_trainer.plan.tiered.weight_streaming import at_once
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, TierKind, kind_asked
-from offload_trainer.plan.workload import Workload, chunks_of
+from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 LONGEST_ROW = 1024  # tokens, if the length of a row is `auto` and the model's context is not shorter
@@ -74,29 +74,21 @@ def _plan_of_way(
         if machine.lacks(package):
             raise UserError(lacks(setting, package))
     engine.refuse(work, machine)
-    if work.mlp_chunk and not shape.tiles:
-        raise UserError(
-            f"model.mlp_chunk={work.mlp_chunk}: no part of this model's blocks is a module that computes each token by "
-            "itself, as a trial with a tiny one shows: leave it out"
-        )
     chosen = _best(engine, work, machine)
     asks_for_all = (config.tiered.micro_batch_order == "breadth_first" and work.accumulate > 1) or work.pipeline > 1
     if config.model.activation_checkpointing == "auto" and isinstance(engine, Tiered) and not asks_for_all:
         chosen = _best_checkpointing(engine, work, machine, default=chosen)
-    for chunk in chunks_of(work) if config.model.mlp_chunk == "auto" else ():
-        if not chosen.fits:
-            chosen = _best(engine, replace(work, checkpointed=chosen.work.checkpointed, mlp_chunk=chunk), machine)
     if isinstance(engine, Tiered) and not chosen.fits:
         chosen = replace(chosen, too_large=_too_large(work, machine))
     return replace(chosen, faster=tuple(_faster_formats(engine, chosen, work, machine)))
 
 
 def resolved(config: TrainConfig, plan: Plan) -> TrainConfig:
-    """Return the configuration with the dtype, checkpointing, MLP chunks and division over ranks of its plan."""
+    """Return the configuration with the dtype, checkpointing and division over ranks of its plan."""
     if config.parallel.pipeline == "auto":
         config = config.with_keys("parallel", pipeline=plan.work.pipeline)
         config = config.with_keys("train", gradient_accumulation_steps=plan.work.accumulate)
-    count, found = plan.work.checkpointed, dict[str, object](mlp_chunk=plan.work.mlp_chunk or "off")
+    count, found = plan.work.checkpointed, dict[str, object]()
     if count or not config.model.offload_activations:  # off would be refused with offload_activations
         found["activation_checkpointing"] = "off" if not count else "on" if count == plan.work.shape.layers else count
     if plan.work.dtype != config.model.dtype:
@@ -280,7 +272,7 @@ def _faster_formats(engine: Engine, plan: Plan, work: Workload, machine: Machine
         return
     if update - found.hidden < WORTH * step or (machine.gpu is None and not plan.uses_drives):
         return
-    same = replace(work, checkpointed=plan.work.checkpointed, mlp_chunk=plan.work.mlp_chunk)
+    same = replace(work, checkpointed=plan.work.checkpointed)
     tried = [replace(state, moments=moments) for moments in formats[formats.index(state.moments) + 1 :]]
     if work.dtype == "bf16" and BF16 in state.rule.masters and state.masters != BF16:
         tried.append(replace(state, moments=formats[-1], masters=BF16))
@@ -326,7 +318,6 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
     seq_len = min(context, LONGEST_ROW) if asked == "auto" else asked
     if seq_len > context:
         raise UserError(f"--seq-len {seq_len}: this model's context is {context} tokens")
-    chunk = model.mlp_chunk if isinstance(model.mlp_chunk, int) else 0
     return Workload(
         shape=with_rate(shape, seq_len),
         dtype=model.dtype,
@@ -344,7 +335,6 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
         tensor=config.parallel.tensor,
         sequence=config.parallel.sequence,
         pipeline=pipeline,
-        mlp_chunk=chunk if chunk < train.micro_batch_size * (seq_len // config.parallel.sequence) else 0,
     )
 
 
@@ -439,7 +429,7 @@ def longest_row(config: TrainConfig, shape: ModelShape, machine: MachineProfile,
     """Return the tokens of the longest row that fits in some placement that the configuration allows.
 
     It is the context, or a multiple of 256 tokens below it, with a resolution of 1/128 of the context. The number of
-    rows in a micro-batch stays as configured. MLPs may run in chunks if the configuration allows it.
+    rows in a micro-batch stays as configured.
     """
 
     def fits(seq_len: int) -> bool:
@@ -463,22 +453,20 @@ def with_fewer_buffers(config: TrainConfig) -> list[TrainConfig]:
 
 
 def any_placement_fits(
-    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int
+    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int, saves: bool = True
 ) -> bool:
-    """Return whether the configuration fits in any placement that it allows, with MLPs whole or in chunks."""
+    """Return whether the configuration fits in any placement that it allows. `saves`: as in `make_plan`."""
     if config.parallel.pipeline == "auto":
         ways = divisions(config, world=max(1, world // nodes))
-        return any(any_placement_fits(way, shape, machine, world=world, nodes=nodes) for way in ways)
+        return any(any_placement_fits(way, shape, machine, world=world, nodes=nodes, saves=saves) for way in ways)
     place, machine = config.placement, at_once(machine, ranks=max(1, world // nodes))
     if place.nvme and (place.optimizer, place.gpu_fraction) == ("auto", "auto"):  # needs least with no state on the GPU
         config = config.with_keys("placement", gpu_fraction=0.0)
-    engine, work = engine_of(config), workload(config, shape, world=world, nodes=nodes)
+    engine, work = engine_of(config), workload(config, shape, world=world, nodes=nodes, saves=saves)
     if config.model.activation_checkpointing == "auto" and isinstance(engine, Tiered) and shape.can_checkpoint:
         work = replace(work, checkpointed=shape.layers)
-    least = () if work.mlp_chunk else chunks_of(work)[-1:]  # the smallest chunks need the least memory
-    steps = (*(replace(work, mlp_chunk=chunk) for chunk in least), work)
-    found = (one for step in steps for one in engine.candidates(step, machine)[::-1])  # the least on the GPU first
-    return any(all(tier["need"] <= tier["have"] for tier in _needs(one)[1].values()) for one in found)
+    candidates = engine.candidates(work, machine)[::-1]  # the least on the GPU first
+    return any(all(tier["need"] <= tier["have"] for tier in _needs(one)[1].values()) for one in candidates)
 
 
 # -- values of `auto` that need no comparison of plans: dtype and checkpointing ----------------------------------------

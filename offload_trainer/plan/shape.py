@@ -21,7 +21,7 @@ _LOSS_PIECE = 64 << 20
 
 @dataclass(frozen=True)
 class Growth:
-    """Bytes as a polynomial of the rows of a micro-batch, the tokens of a row, and the tokens of a piece."""
+    """Bytes as a polynomial of the rows of a micro-batch and the tokens of a row."""
 
     fixed: float = 0.0  # gradients of weights, until the engine takes them
     row: float = 0.0  # per row
@@ -29,11 +29,10 @@ class Growth:
     token: float = 0.0
     square: float = 0.0  # per pair of tokens, for any number of rows: masks
     pair: float = 0.0  # per pair of tokens in each row: attention matrices
-    piece: float = 0.0  # per token of a piece, if part of a block runs on pieces of the micro-batch
 
-    def at(self, rows: int, length: int, *, gradients: bool = True, piece: int = 0) -> int:
+    def at(self, rows: int, length: int, *, gradients: bool = True) -> int:
         """Return the bytes for `rows` of `length` tokens; `gradients=False` leaves out the fixed part."""
-        ones = self.fixed * gradients + self.row * rows + self.piece * min(piece, rows * length)
+        ones = self.fixed * gradients + self.row * rows
         return int(ones + length * (self.position + self.token * rows + length * (self.square + self.pair * rows)))
 
     def values(self) -> tuple[float, ...]:
@@ -199,10 +198,6 @@ class ModelShape:
     key_heads: int = 0  # key and value heads; fewer than `heads` with grouped-query attention
     on_gpu: Activations | None = None  # activation memory with GPU kernels; None: it could not be counted
     on_cpu: Activations | None = None  # activation memory with CPU kernels
-    tiles: tuple[str, ...] = ()  # modules that can run on pieces of a row, if the model was probed for them
-    tiles_again: tuple[str, ...] = ()  # the tiles that the recomputation of a checkpointed block also runs
-    tiled_on_gpu: Activations | None = None  # activation memory with tiles in pieces; None: it could not be counted
-    tiled_on_cpu: Activations | None = None
     order: Order | None = None  # None: unknown, or the order of registration (`plan/tiered/weight_streaming.py`)
     can_checkpoint: bool = True  # the architecture supports activation checkpointing
     can_checkpoint_some: bool = False  # the first N blocks can be checkpointed for any N, not only all or none
@@ -280,15 +275,6 @@ class ModelShape:
     def head_flops(self) -> float:
         """Return the part of the forward outside the blocks, which a loss in several chunks repeats."""
         return sum(_forward(weight) for weight in self.weights if not weight.block)
-
-    def tiled(self, *, checkpointing: bool) -> tuple[float, float]:
-        """Return what tiled modules repeat for a token in addition to the recomputation of blocks.
-
-        These are forward operations, and input and output elements of the products.
-        """
-        inside = tuple(f"{name}." for name in (self.tiles_again if checkpointing else self.tiles))
-        weights = [weight for weight in self.weights if weight.name.startswith(inside)]
-        return sum(map(_forward, weights)), _widths(weights)
 
     def backward_flops(self, *, seq_len: int) -> float:
         """Return the operations of the backward.

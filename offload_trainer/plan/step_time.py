@@ -305,9 +305,7 @@ def pipeline_seconds(
 def _work_of_token(work: Workload) -> list[dict[str, float]]:
     """Return the `_COUNTS` of the backward's recomputation, of the forward, and of the backward itself.
 
-    The recomputation covers checkpointed blocks, the head if the loss has several chunks, and MLPs that run in pieces.
-    MLPs in pieces at the end of a checkpointed block recompute only once, because the block's own recomputation stops
-    before them.
+    The recomputation covers checkpointed blocks, and the head if the loss has several chunks.
     """
     shape, seq_len = work.shape, work.seq_len
 
@@ -337,11 +335,6 @@ def _work_of_token(work: Workload) -> list[dict[str, float]]:
         recomputed = recomputed.without(recomputed.images.frozen(recomputed.weights))
     if count:
         again.append(of_blocks(recomputed))
-    if work.mlp_chunk:
-        once, kept = shape.tiled(checkpointing=False), recomputed.tiled(checkpointing=False)
-        more = recomputed.tiled(checkpointing=True)
-        flops, widths = (one + its - less for one, its, less in zip(once, more, kept, strict=True))
-        again.append({"products": flops, "values": widths})
     if work.micro_batch * work.length > work.loss_chunk:
         again.append(head)
     every = again, forward, [backward]

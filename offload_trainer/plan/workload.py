@@ -31,7 +31,6 @@ class Workload:
     tensor: int = 1  # tensor-parallel ranks, which compute the same rows
     sequence: int = 1  # sequence-parallel ranks, each with a piece of every row
     pipeline: int = 1  # ranks that compute the same rows, each its units of the model (`owners`)
-    mlp_chunk: int = 0  # tokens that go through an MLP at a time; 0: a whole micro-batch
     breadth_first: bool = False  # all micro-batches pass through a block before any enters the next block
     keeps_heap: bool = False  # malloc keeps freed host memory for reuse, as far as the plan counts it
 
@@ -99,15 +98,6 @@ class Workload:
     def inputs_away(self) -> TierKind | Literal[False]:
         """Return the tier that checkpointed block inputs are offloaded to; False if they stay or there are none."""
         return self.offload_activations if self.checkpointed else False
-
-
-_CHUNKS = (8192, 4096, 2048, 1024, 512, 256)  # tokens; smaller chunks slow matrix products and save little memory
-
-
-def chunks_of(work: Workload) -> tuple[int, ...]:
-    """Return the chunk sizes in tokens that MLPs may run in, largest first; empty if that is unknown."""
-    known = work.shape.tiled_on_gpu is not None
-    return tuple(chunk for chunk in _CHUNKS if known and chunk < work.micro_batch * work.length)
 
 
 def item_bytes(dtype: str) -> int:

@@ -49,7 +49,7 @@ _SMALL_FILES = 1 << 18  # upper bound for most models, in bytes, of headers, man
 
 # Settings that may change at resume although they change the training; `check_resume` reports each one that did.
 STEERING = {
-    "model": ("name", "dtype", "attention", "mlp_chunk"),
+    "model": ("name", "dtype", "attention"),
     "optim": tuple(key for key in OptimSection.model_fields if key not in ("name", "kernel", "on_nonfinite_grad")),
     "train": ("steps", "micro_batch_size", "gradient_accumulation_steps"),
     "placement": ("gpus",),

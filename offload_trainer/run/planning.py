@@ -3,21 +3,18 @@
     TrainConfig ── machine_here, resolve_model ──> MachineProfile, ModelSource ── planned ──> Planned
 
 No weights are loaded. The planner itself is `plan/planner.py`; this module supplies its inputs and keeps choices of the
-run that is being resumed. If a configuration does not fit, it tries settings that need less device memory and that are
-`auto`: fewer weight buffers, then MLPs on chunks of a row.
+run that is being resumed. If a configuration does not fit, it tries fewer weight buffers.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
-from functools import cache
 from itertools import combinations, islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from offload_trainer.config import PlacementSection, TrainConfig
@@ -105,14 +102,13 @@ def plan_run(
     if world == 1:  # `auto` has no other choice, and a single rank takes models that no pipeline does
         (config,) = divisions(config, world=1)
     source = again.source if again else model_of(config)
-    models = MemoryFallbacks(lambda: source)
-    kept = _with_resumed_choices(config, before, models, on_gpu=machine.gpu is not None)
-    found = planned(kept, models, machine, world=world, nodes=nodes)
+    kept = _with_resumed_choices(config, before, on_gpu=machine.gpu is not None)
+    found = planned(kept, source, machine, world=world, nodes=nodes)
     if kept is not config and not found.plan.fits:
-        found = planned(config, models, machine, world=world, nodes=nodes)
+        found = planned(config, source, machine, world=world, nodes=nodes)
     if not found.plan.fits:
-        found = with_what_fits(found, config, models, here=True, resumes=bool(before))
-    return with_longest_row(found, config, models) if longest else found
+        found = with_what_fits(found, config, here=True, resumes=bool(before))
+    return with_longest_row(found, config) if longest else found
 
 
 def plan_with_room(config: TrainConfig, before: Planned, *, more: int) -> tuple[Planned, list[str]]:
@@ -143,9 +139,8 @@ def shared_plan(own: Planned) -> Planned:
     told = json.dumps(own.config.model_dump(exclude_unset=True)), replace(own.plan, work=bare), own.machine
     words, plan, machine = from_rank_zero(lambda: told, tuple[str, Plan, MachineProfile])
     config = TrainConfig.model_validate_json(words)
-    source = with_chunked_mlps(own.source) if isinstance(config.model.mlp_chunk, int) else own.source
-    plan = replace(plan, work=replace(plan.work, shape=with_rate(source.shape, plan.work.seq_len)))
-    return Planned(config.with_keys("placement", nvme=own.config.placement.nvme), plan, machine, source)
+    plan = replace(plan, work=replace(plan.work, shape=with_rate(own.source.shape, plan.work.seq_len)))
+    return Planned(config.with_keys("placement", nvme=own.config.placement.nvme), plan, machine, own.source)
 
 
 def machine_here(place: PlacementSection, *, output: str = ".") -> MachineProfile:
@@ -194,52 +189,45 @@ def model_of(config: TrainConfig) -> Any:
     at_home, pipeline = config.placement.params == "gpu" and order == "auto", config.parallel.pipeline != 1
     if not pipeline and (one or at_home or order == "depth_first" or config.placement.engine_name != "tiered"):
         return source  # it does not matter whether micro-batches can pass through its blocks together
-    from offload_trainer.model.probes.blocks import why_no_chain
+    from offload_trainer.model.breadth_first import why_no_chain
 
     return replace(source, shape=replace(source.shape, no_chain=why_no_chain(source.meta(), pipeline=pipeline)))
 
 
 def planned(
-    config: TrainConfig, models: MemoryFallbacks, machine: MachineProfile, *, world: int, nodes: int = 1
+    config: TrainConfig, source: Any, machine: MachineProfile, *, world: int, nodes: int = 1, saves: bool = True
 ) -> Planned:
-    """Plan `config`; if the device lacks memory, plan the first fallback that fits.
+    """Plan `config`; if the device lacks memory, plan with the most weight buffers that fit. `source` has a shape.
 
-    If none fits, return the first plan, or the smallest fallback if one unit of weights alone exceeds device memory.
+    If none fit, return the first plan, or that of one buffer if one unit of weights alone exceeds device memory.
+    `saves`: as in `make_plan`.
     """
 
-    def plan_of(candidate: TrainConfig, of: Any) -> Planned:
-        plan = make_plan(candidate, of.shape, machine, world=world, nodes=nodes)
-        return Planned(resolved(candidate, plan), plan, machine, of)
+    def plan_of(candidate: TrainConfig) -> Planned:
+        plan = make_plan(candidate, source.shape, machine, world=world, nodes=nodes, saves=saves)
+        return Planned(resolved(candidate, plan), plan, machine, source)
 
-    first = plan_of(config, models.as_wished(config))
-    if not lacks_room(first.plan, machine):
+    first, candidates = plan_of(config), with_fewer_buffers(config)
+    room = first.plan.tiers[machine.device]
+    if first.plan.engine == "deepspeed" or room["need"] <= room["have"]:
         return first
-    for candidates, of in models.ways(config):
-        for candidate in candidates:
-            if any_placement_fits(candidate, of.shape, machine, world=world, nodes=nodes):
-                found = plan_of(candidate, of)
-                if found.plan.fits:
-                    return found
-    return plan_of(candidates[-1], of) if first.plan.too_large else first
+    for candidate in candidates:
+        if any_placement_fits(candidate, source.shape, machine, world=world, nodes=nodes, saves=saves):
+            found = plan_of(candidate)
+            if found.plan.fits:
+                return found
+    return plan_of(candidates[-1]) if first.plan.too_large else first
 
 
-def with_longest_row(found: Planned, config: TrainConfig, models: MemoryFallbacks) -> Planned:
-    """Return `found` with the longest row that fits in its plan, also with chunked MLPs if `config` allows them."""
-    requested = {key: getattr(config.model, key) for key in ("mlp_chunk", "activation_checkpointing")}
-    plan, candidate = found.plan, found.config.with_keys("model", **requested)
-
-    def longest(source: Any) -> int:
-        return longest_row(candidate, source.shape, found.machine, world=plan.work.world, nodes=plan.work.nodes)
-
-    tokens = longest(found.source)
-    if tokens < found.source.shape.context and may_tile(config):
-        tokens = longest(models.as_wished(candidate, pieces=True))
+def with_longest_row(found: Planned, config: TrainConfig) -> Planned:
+    """Return `found` with the longest row that fits in its plan."""
+    plan, wish = found.plan, config.model.activation_checkpointing
+    candidate = found.config.with_keys("model", activation_checkpointing=wish)
+    tokens = longest_row(candidate, found.source.shape, found.machine, world=plan.work.world, nodes=plan.work.nodes)
     return replace(found, plan=replace(plan, longest_row=tokens))
 
 
-def with_what_fits(
-    found: Planned, config: TrainConfig, models: MemoryFallbacks, *, here: bool, resumes: bool = False
-) -> Planned:
+def with_what_fits(found: Planned, config: TrainConfig, *, here: bool, resumes: bool = False) -> Planned:
     """Return a plan that does not fit with one or two sets of words for the command that make it fit, if there are any.
 
     Each set has the fewest changes that are enough. `here`: the plan is for this machine, which may have a drive.
@@ -253,9 +241,8 @@ def with_what_fits(
             candidate, machine = with_words(config, words), found.machine
             if candidate.placement.nvme != config.placement.nvme:
                 machine = machine_here(candidate.placement, output=config.save.output)
-            shape = models.as_wished(candidate).shape
-            if any_placement_fits(candidate, shape, machine, world=world, nodes=nodes):
-                return planned(candidate, models, machine, world=world, nodes=nodes).plan.fits
+            if any_placement_fits(candidate, found.source.shape, machine, world=world, nodes=nodes):
+                return planned(candidate, found.source, machine, world=world, nodes=nodes).plan.fits
         except UserError:  # contradicts the configuration, or a length that does not divide a step's tokens
             return contradicts
         return False
@@ -303,56 +290,6 @@ def _moves(found: Planned, config: TrainConfig, *, here: bool) -> Iterator[str]:
         yield "--dtype bf16"
 
 
-# -- settings that need less device memory -----------------------------------------------------------------------------
-
-
-def lacks_room(plan: Plan, machine: MachineProfile) -> bool:
-    """Return True if the plan needs more memory on the computing device than there is, and fallbacks exist."""
-    room = plan.tiers[machine.device]
-    return plan.engine != "deepspeed" and room["need"] > room["have"]
-
-
-class MemoryFallbacks:
-    """One model, as settings that need less device memory see it.
-
-    `source` creates the ModelSource; `preset` is its shape if that is known without torch. The probe for chunked MLPs
-    runs on first use and is cached.
-    """
-
-    def __init__(self, source: Callable[[], Any], *, preset: ModelShape | None = None) -> None:
-        self.source = cache(source)
-        self._preset = preset and SimpleNamespace(shape=preset)  # has the attribute of a ModelSource that plans read
-        self._chunked = cache(lambda: with_chunked_mlps(self.source()))
-
-    def as_wished(self, config: TrainConfig, *, pieces: bool = False) -> Any:
-        """Return the model for a configuration's chunk setting; `pieces`: with chunked MLPs in any case."""
-        if pieces or isinstance(config.model.mlp_chunk, int):
-            return self._chunked()
-        return self._preset or self.source()
-
-    def ways(self, config: TrainConfig) -> Iterator[tuple[list[TrainConfig], Any]]:
-        """Yield (configurations, model), each with a smaller device footprint than the last.
-
-        The configurations of one model have fewer and fewer weight buffers.
-        """
-        for pieces in (False, True) if may_tile(config) else (False,):
-            of = self.as_wished(config, pieces=pieces)
-            if of.shape.tiles or not pieces:
-                yield with_fewer_buffers(config), of
-
-
-def with_chunked_mlps(source: Any) -> Any:
-    """Return the ModelSource with the modules that can run on chunks of a row."""
-    from offload_trainer.model.probes.blocks import with_tiles
-
-    return source if source.shape.tiles else with_tiles(source)
-
-
-def may_tile(config: TrainConfig) -> bool:
-    """Return True if the plan may choose to run MLPs on chunks of a row."""
-    return config.model.mlp_chunk == "auto" and config.placement.engine_name != "deepspeed"
-
-
 # -- choices of the run that this one resumes --------------------------------------------------------------------------
 
 
@@ -375,26 +312,18 @@ def as_page_files(config: TrainConfig, machine: MachineProfile) -> tuple[TrainCo
     return config, machine
 
 
-def _with_resumed_choices(
-    config: TrainConfig, before: Mapping[str, Mapping[str, Any]], models: MemoryFallbacks, *, on_gpu: bool
-) -> TrainConfig:
-    """Return the configuration with the choices of the run that it resumes, if they affect the results' bits.
+def _with_resumed_choices(config: TrainConfig, before: Mapping[str, Mapping[str, Any]], *, on_gpu: bool) -> TrainConfig:
+    """Return the configuration with the checkpointed blocks of the run that it resumes, if they affect its bits.
 
-    These are the MLP chunk and, on a GPU, the checkpointed blocks. On a CPU a recomputed block has the bits of one that
-    is not. A pipeline recomputes all blocks. Returns `config` itself if neither is left open, or if there is no run to
-    resume, in which case `before`, its configuration, is empty.
+    On a CPU a recomputed block has the bits of one that is not. A pipeline recomputes all blocks. Returns `config`
+    itself if they are not left open, or if there is no run to resume, in which case `before`, its configuration, is
+    empty.
     """
-    if config.placement.engine_name == "deepspeed":
+    model, recomputed = config.model, before.get("model", {}).get("activation_checkpointing")
+    if config.placement.engine_name == "deepspeed" or model.activation_checkpointing != "auto" or not on_gpu:
         return config
-    model, was, alone = config.model, before.get("model", {}), config.parallel.pipeline in (1, "auto")
-    chunk, recomputed = was.get("mlp_chunk"), was.get("activation_checkpointing")
-    if model.mlp_chunk == "auto" and (chunk == "off" or (type(chunk) is int and chunk > 0)):
-        model = model.model_copy(update={"mlp_chunk": chunk})
     usable = recomputed == "on" or (type(recomputed) is int and recomputed > 0)
-    recomputed_open = model.activation_checkpointing == "auto" and on_gpu and alone
-    if recomputed_open and (usable or (recomputed == "off" and not model.offload_activations)):
-        model = model.model_copy(update={"activation_checkpointing": recomputed})
-    kept = config.model_copy(update={"model": model})
-    if kept == config or (isinstance(model.mlp_chunk, int) and not models.as_wished(kept).shape.tiles):
+    usable = usable or (recomputed == "off" and not model.offload_activations)
+    if not usable or config.parallel.pipeline not in (1, "auto"):
         return config
-    return kept
+    return config.with_keys("model", activation_checkpointing=recomputed)

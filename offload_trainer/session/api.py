@@ -36,16 +36,15 @@ from offload_trainer.offloading.allocation import EngineParts
 from offload_trainer.offloading.model import OffloadedModel, refuse_other_default
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import CUDA_PROCESS, PROCESS, inputs_of
-from offload_trainer.plan.planner import make_plan, resolved, with_fewer_buffers
 from offload_trainer.plan.shape import ModelShape, Weight, unit_of
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiers import Item
 from offload_trainer.ranks import all_gather_json, from_rank_zero, join, place_here, rank_zero_first
-from offload_trainer.run import machine_rates
+from offload_trainer.run import machine_rates, planning
 from offload_trainer.run.build import lease_drives
 from offload_trainer.run.checks import refuse_other_data, refuse_other_programs
 from offload_trainer.run.directory import record_of
-from offload_trainer.run.planning import Planned, lacks_room, machine_here
+from offload_trainer.run.planning import Planned, machine_here
 from offload_trainer.run.process_setup import ranks_of_environment
 from offload_trainer.session.session import Session
 from offload_trainer.settings import FLAGS, all_keys, refuse_unwritable, validated
@@ -98,7 +97,6 @@ INSTEAD = {  # other keys that a caller may try, and what to do instead
     "name": "give it to ot.load",
     "image_patches": "ot.load takes it; of a module in memory all weights are counted for each token of a row",
     "loss_chunk": "your code computes the loss",
-    "mlp_chunk": "a session runs the model's own forward",
     "engine": "a session always uses the tiered engine",
     "gpus": "start the script with torchrun --nproc-per-node N",
     "threads": "use torch.set_num_threads",
@@ -319,21 +317,16 @@ def _plan_on(machine: MachineProfile, config: TrainConfig, source: Any, *, moves
     free = replace(machine, ram_bytes=machine.ram_bytes + counted)
     tokens = config.train.micro_batch_size * (1024 if config.data.seq_len == "auto" else config.data.seq_len)
     whole = config.with_keys("model", loss_chunk=tokens)  # the caller's loss uses all logits, unchunked
-    tried = list[Planned]()
-    for wish in with_fewer_buffers(whole):
-        # saves=False: the directory of a save is not known yet, so its disk space cannot be planned.
-        plan = make_plan(wish, source.shape, free, world=world, saves=False)
-        if beside:
-            item = Item("ram", "libraries and data", beside, "of the caller, in this process when it was planned")
-            ram = {key: size + beside for key, size in plan.tiers["ram"].items()}
-            plan = replace(plan, items=(*plan.items, item), tiers=plan.tiers | {"ram": ram})
-        tried.append(Planned(resolved(wish, plan), plan, machine, source))
-        if plan.fits or not lacks_room(plan, machine):
-            break
-    planned = tried[-1] if tried[-1].plan.fits else tried[0]
-    if planned.config.model.dtype == "fp16":
+    # saves=False: the directory of a save is not known yet, so its disk space cannot be planned.
+    found = planning.planned(whole, source, free, world=world, saves=False)
+    if found.config.model.dtype == "fp16":
         raise UserError('a session has no loss scale, so no fp16: use dtype="bf16", or "fp32" if the GPU has no bf16')
-    return planned
+    plan = found.plan
+    if beside:
+        item = Item("ram", "libraries and data", beside, "of the caller, in this process when it was planned")
+        ram = {key: size + beside for key, size in plan.tiers["ram"].items()}
+        plan = replace(plan, items=(*plan.items, item), tiers=plan.tiers | {"ram": ram})
+    return replace(found, plan=plan, machine=machine)
 
 
 def memory_in_use(machine: MachineProfile, *, moves: int) -> tuple[int, int]:

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from offload_trainer.model import shape as model_shape
 from offload_trainer.model.activations import count_activations
-from offload_trainer.model.probes import blocks
 
 FOLDER = "TEST_RUN_COUNTS"  # variable that names the directory of the counts; conftest makes one for each test run
 if FOLDER not in os.environ:  # a script that is no test
@@ -43,8 +42,5 @@ def counted_once(model: PreTrainedModel, names: Sequence[str], *, dtype: torch.d
 
 @contextmanager
 def cached_counts() -> Iterator[None]:
-    with (
-        mock.patch.object(model_shape, "count_activations", counted_once),
-        mock.patch.object(blocks, "count_activations", counted_once),
-    ):
+    with mock.patch.object(model_shape, "count_activations", counted_once):
         yield

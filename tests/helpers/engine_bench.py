@@ -26,7 +26,6 @@ from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.tiered.engine import TieredCandidate
 from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
-from offload_trainer.run.planning import with_chunked_mlps
 from offload_trainer.run.train import use_deterministic_algorithms
 from offload_trainer.settings import load_config
 from offload_trainer.storage.scratch_dir import leased
@@ -115,7 +114,6 @@ def engine(
     use_fp32_products(torch.bfloat16)
     with cached_counts():
         source = resolve_model(config.model, seed=config.train.seed)
-        source = with_chunked_mlps(source) if isinstance(config.model.mlp_chunk, int) else source
     if alone:
         yield PlainEngine(source, config.model, config.optim)
         return

@@ -129,13 +129,11 @@ def _load_libraries() -> None:
     from counted_once import counted_once
 
     import offload_trainer.engine.tiered
-    import offload_trainer.model.probes.blocks
     import offload_trainer.run.export
     import offload_trainer.run.loop
     import offload_trainer.run.train
 
     offload_trainer.model.shape.count_activations = counted_once
-    offload_trainer.model.probes.blocks.count_activations = counted_once
     if "stock" not in sys.argv:
         return
     # DeepSpeed for a CPU, with py-cpuinfo's answer, which takes a second each time and never changes.

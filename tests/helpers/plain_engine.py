@@ -44,12 +44,10 @@ class PlainEngine:
     ) -> None:
         self.shape, self._dtype = source.shape, DTYPES[model.dtype]
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        chunk = model.mlp_chunk if isinstance(model.mlp_chunk, int) else 0
         self._module = source.build(
             dtype=self._dtype,
             offload=bool(model.offload_activations),
             checkpointed=checkpointed_blocks(model, source.shape),
-            mlp_chunk=chunk,
         )
         self._weights = dict(self._module.model.named_parameters())
         self._masters: dict[str, Any] = {

@@ -16,9 +16,9 @@ from transformers import AutoConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.model.breadth_first import why_no_chain
 from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.presets import PRESETS, gpt2_shape
-from offload_trainer.model.probes.blocks import why_no_chain
 from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.offloading.device import Copies, CudaDevice
 from offload_trainer.plan.planner import make_plan

@@ -58,7 +58,6 @@ BLOCKS = {
     "inputs in memory": ["model.activation_checkpointing=2", "model.offload_activations=cpu"],
     "breadth-first": BREADTH,
     "breadth-first, added on the device": BREADTH,
-    "MLPs in pieces": ["model.activation_checkpointing=1", "model.mlp_chunk=7"],
 }
 COLUMNS = {
     "home": [*HOMES],
@@ -72,9 +71,6 @@ IMPOSSIBLE = [
     {"breadth-first, added on the device", "opt, layers are dropped"},
     {"inputs in memory", "opt, layers are dropped"},  # both checkpoint all blocks or none
     {"inputs in memory", "gpt2, some frozen"},
-    {"MLPs in pieces", "mixtral, some experts unused"},  # its routers' logits are a loss
-    {"MLPs in pieces", "opt, layers are dropped"},  # its MLP is no module
-    {"MLPs in pieces", "gpt2, some frozen"},
     *({"backward, with shadow memory", home} for home in HOMES if home in ("nothing in RAM", "all on the device")),
 ]
 
@@ -119,8 +115,7 @@ def test_placement_and_schedule_change_no_bit(
     layers = 9 if "inputs" in row["blocks"] else 3  # more than there are buffers for inputs
     model = model_directory(folder / f"{setting}, {layers}", name, **{"n_layer": layers} | changes)
     stored = "moments" in setting  # they are rounded
-    same = [word for word in blocks if "mlp_chunk" in word]
-    same += [word for word in blocks if ON_GPU and word.startswith("model.activation_checkpointing")]  # changes bits
+    same = [word for word in blocks if ON_GPU and word.startswith("model.activation_checkpointing")]  # changes bits
     schedule, _, shadows = row["schedule"].partition(", ")
     always = [*words, "--accumulate", str(accumulate)]
     words = [*always, f"tiered.overlap={schedule}", *HOMES[row["home"]]]

@@ -72,7 +72,6 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {  # model, micro-batches o
     "inputs away": ("llama", 2, ("--params", "nvme", ON, "model.offload_activations=nvme", "tiered.weight_buffers=2")),
     "Muon": ("qwen3", 2, ("--params", "cpu", *HALF, "optim.name=muon", "--dtype", "fp32")),
     "small state": ("gpt2", 2, ("--params", "cpu", *HALF, *SMALL_STATE)),
-    "MLPs in pieces": ("llama", 6, ("--params", "cpu", "model.mlp_chunk=8")),
     "early, overflows": ("gpt2", 2, ("--params", "cpu", *HALF, "--dtype", "fp16", CLIP, FULL)),
     "early, Muon": ("qwen3", 2, ("--params", "cpu", *HALF, "optim.name=muon", "--dtype", "fp32", UNCLIPPED, FULL)),
     "early, small state": ("llama", 2, (*ALL_ON_DRIVES, *SMALL_STATE, "model.offload_activations=cpu", ON, FULL)),

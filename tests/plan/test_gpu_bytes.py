@@ -26,7 +26,6 @@ from offload_trainer.model.attention import share_rows
 from offload_trainer.model.init_weights import without_values
 from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.model.presets import PRESETS
-from offload_trainer.model.probes.blocks import with_tiles
 from offload_trainer.plan.memory import peak_of
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.shape import Activations, Growth, Part, pruned
@@ -99,8 +98,7 @@ def tracked(config: TrainConfig, source: ModelSource, *, session: bool = False) 
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
         # transformers would inspect values that do not exist; rows of consecutive positions are not packed.
         patch.setattr(masking_utils, "find_packed_sequence_indices", lambda *_: None)
-        chunk = config.model.mlp_chunk
-        module = source.build(dtype=torch.bfloat16, mlp_chunk=chunk if isinstance(chunk, int) else 0)
+        module = source.build(dtype=torch.bfloat16)
         module.train()
         module.summed = partial(module.summed, gpu=True)
         length, positions = config.data.seq_len, list[torch.Tensor]()
@@ -209,27 +207,6 @@ def test_gradients_of_a_tied_weight_are_counted_as_they_are_added(session: bool,
     config = config_of(shape, "on", folder=tmp_path, rows=1, length=64)
     found = assert_planned(config, resolve_model(config.model, seed=0), session=session)
     assert found >= (4 if session else 3) * 2 * 64 * 30_000  # the weight and its gradients
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "kept", "chunk"),
-    [("llama, untied", "1", 96), ("mixtral, experts", "on", 300), ("deepseek, latent attention", "off", 300)],
-)
-def test_planned_bytes_of_mlps_in_pieces_are_those_that_torch_tracks(
-    name: str, kept: str, chunk: int, tmp_path: Path
-) -> None:
-    """One count with stand-ins fits MLP pieces of any length, which need fewer bytes than whole MLPs. MLPs are the
-    widest part.
-    """
-    wide = {"vocab_size": 300, "n_inner": 2048, "intermediate_size": 1024, "moe_intermediate_size": 256}
-    shape = {key: wide.get(key, value) for key, value in ({"n_inner": 0} | MODELS[name]).items()}
-    pieces, whole = (
-        config_of(shape, kept, folder=tmp_path, rows=3, length=320, loss_chunk=64, mlp_chunk=size)
-        for size in (chunk, "off")
-    )
-    source = with_tiles(resolve_model(pieces.model, seed=0))
-    assert assert_planned(pieces, source) < planned(whole, source)
 
 
 def test_a_recurrence_in_steps_or_pieces_is_counted(tmp_path: Path) -> None:

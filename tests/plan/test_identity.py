@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import TINY, call
+from commands import TINY
 
 from offload_trainer.cli import main
 from offload_trainer.errors import UserError
-from offload_trainer.run.planning import MemoryFallbacks, _with_resumed_choices, model_of, plan_run
+from offload_trainer.run.planning import _with_resumed_choices
 from offload_trainer.settings import load_config
 from offload_trainer.storage.manifest import CONFIG, FORMAT, MANIFEST, Manifest, differences, refuse_other_run
 
@@ -96,42 +96,18 @@ def test_a_plan_refuses_another_runs_checkpoint(tmp_path: Path, capsys: pytest.C
 
 # -- choices of the run before -----------------------------------------------------------------------------------------
 
-# auto would checkpoint blocks before it divides MLPs
-WORDS = ["model.activation_checkpointing=off", "model.overrides.n_inner=8192", "--engine", "tiered"]
-PIECES = [*TINY, *WORDS, "--micro-batch", "16", "--save-every", "2", "train.eval_every=0"]
-
 
 def test_choices_that_change_bits_are_kept_unless_the_user_chooses() -> None:
     """On a CPU the bits do not depend on the number of checkpointed blocks, so the plan chooses it again."""
-    words = [*TINY, "model.overrides.n_inner=8192"]
-    models = MemoryFallbacks(lambda: model_of(load_config(words)))
 
-    def resumed(key: str, before: int | str, *more: str, on_gpu: bool = True) -> int | str:
-        kept = _with_resumed_choices(load_config([*words, *more]), {"model": {key: before}}, models, on_gpu=on_gpu)
-        return getattr(kept.model, key)
+    def resumed(before: int | str, *more: str, on_gpu: bool = True) -> int | str:
+        was = {"model": {"activation_checkpointing": before}}
+        return _with_resumed_choices(load_config([*TINY, *more]), was, on_gpu=on_gpu).model.activation_checkpointing
 
-    for chunk in (256, "off"):
-        assert resumed("mlp_chunk", chunk) == chunk
-    assert resumed("mlp_chunk", 256, "model.mlp_chunk=off") == "off"
     for count in (1, "on", "off"):
-        assert resumed("activation_checkpointing", count) == count
-        assert resumed("activation_checkpointing", count, on_gpu=False) == "auto"
-    assert resumed("activation_checkpointing", "on", "model.activation_checkpointing=1") == 1
-    assert resumed("activation_checkpointing", 1, "parallel.pipeline=2") == "auto"  # whose blocks are all checkpointed
-    assert resumed("mlp_chunk", 256, "parallel.pipeline=2") == 256
+        assert resumed(count) == count
+        assert resumed(count, on_gpu=False) == "auto"
+    assert resumed("on", "model.activation_checkpointing=1") == 1
+    assert resumed(1, "parallel.pipeline=2") == "auto"  # whose blocks are all checkpointed
     # Nothing could be offloaded with the number of the run before.
-    assert resumed("activation_checkpointing", "off", "model.offload_activations=cpu") == "auto"
-
-
-@pytest.mark.slow
-def test_a_run_resumes_with_its_mlp_chunks(tmp_path: Path) -> None:
-    """The user may choose otherwise."""
-    saved = call(*PIECES, "--steps", "2", "model.mlp_chunk=256", output=tmp_path / "run").output
-
-    def chunk(*words: str) -> int:
-        return plan_run(load_config([*PIECES, *words, "--output", str(tmp_path / "later")])).plan.work.mlp_chunk
-
-    resumed = ["--steps", "4", "--resume", str(saved / "checkpoints/step-00000002")]
-    assert chunk() == 0
-    assert chunk(*resumed) == 256
-    assert chunk(*resumed, "model.mlp_chunk=off") == 0
+    assert resumed("off", "model.offload_activations=cpu") == "auto"

@@ -41,7 +41,7 @@ from offload_trainer.plan.tiered.layout import (
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiered.weight_streaming import NCCL_BYTES, fetches
 from offload_trainer.plan.tiers import Placement
-from offload_trainer.run.commands.plan import _models, plan_elsewhere
+from offload_trainer.run.commands.plan import _source, plan_elsewhere
 from offload_trainer.run.planning import _moves, planned, with_what_fits
 from offload_trainer.settings import load_config
 from offload_trainer.units import format_bytes, format_seconds
@@ -65,7 +65,7 @@ def test_a_refusal_names_changes_with_which_the_plan_fits(
     words: str, here: MachineProfile, expected: tuple[str, ...]
 ) -> None:
     """Each fits when it is added to the command, and is in the message."""
-    given = [*words.split(), "--scratch", "model.mlp_chunk=off"]
+    given = [*words.split(), "--scratch"]
     given += ["--nvme", "/ssd"] if here.drives else []
     refused = plan_elsewhere(load_config(given), here)
     assert not refused.fits
@@ -82,19 +82,18 @@ def test_a_refusal_names_changes_with_which_the_plan_fits(
 @pytest.mark.parametrize("words", ["", "optim.name=muon", "--engine deepspeed"])
 def test_bf16_masters_are_a_remedy_of_the_tiered_engine_with_adamw_alone(words: str) -> None:
     config = load_config(["--model", "gpt2", "--scratch", "--dtype", "bf16", *words.split()])
-    found = planned(config, _models(config), machine(ram=GB // 2, drive=GB // 8), world=1)
+    found = planned(config, _source(config), machine(ram=GB // 2, drive=GB // 8), world=1)
     assert not found.plan.fits
     assert ("optim.master_dtype=bf16" in _moves(found, config, here=False)) == (not words)
 
 
 def test_shorter_rows_are_no_remedy_for_a_run_that_resumes() -> None:
     """It would be refused as another run."""
-    words = "--model gpt2 --micro-batch 1 --scratch model.mlp_chunk=off"
+    words = "--model gpt2 --micro-batch 1 --scratch"
     config, small = load_config(words.split()), machine(gpu=16 * GB // 10)
     assert plan_elsewhere(config, small).fits_with == ("--seq-len 512", "--seq-len 128")
-    models = _models(config)
-    found = planned(config, models, small, world=1)
-    assert with_what_fits(found, config, models, here=False, resumes=True).plan.fits_with == ()
+    found = planned(config, _source(config), small, world=1)
+    assert with_what_fits(found, config, here=False, resumes=True).plan.fits_with == ()
 
 
 @pytest.mark.parametrize("homes", list(product(("gpu", "cpu", "nvme"), repeat=2)), ids="/".join)

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeCon
 
 from offload_trainer.cli import main
 from offload_trainer.plan.machine import read_machine
-from offload_trainer.run.planning import MemoryFallbacks, model_of, planned
+from offload_trainer.run.planning import model_of, planned
 from offload_trainer.settings import load_config
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -81,8 +81,7 @@ def test_memory_is_the_plans(name: str, tmp_path: Path) -> None:
     if model in NAMED:
         words += ["--model", str(folder_of(NAMED[model], tmp_path)), "--scratch"]
     config = load_config(words, drives=[drive.directory for drive in machine.drives])
-    models = MemoryFallbacks(lambda: model_of(config))
-    plan = planned(config, models, machine, world=config.placement.gpus).plan
+    plan = planned(config, model_of(config), machine, world=config.placement.gpus).plan
     assert plan.fits
     needed = {tier: format_bytes(room["need"]) for tier, room in plan.tiers.items() if room["need"]}
     assert ", ".join(f"{tier} {need}" for tier, need in needed.items()) == HEADS[name]["memory"]

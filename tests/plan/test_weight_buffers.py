@@ -21,7 +21,7 @@ from offload_trainer.units import format_bytes
 PRESET = ["--model", "gpt2-xl"]
 WIDE = ["model.overrides.n_embd=2048", "model.overrides.n_head=16", "model.overrides.n_layer=3"]
 BLOCKS_ARE_LARGEST = ["--model", "gpt2", *WIDE, "model.overrides.vocab_size=1000", "--seq-len", "64"]
-AWAY = ["--params", "nvme", "--nvme", "/ssd", "--save-every", "0", "placement.gpu_fraction=0", "model.mlp_chunk=off"]
+AWAY = ["--params", "nvme", "--nvme", "/ssd", "--save-every", "0", "placement.gpu_fraction=0"]
 ROOMY = 40 * GB  # large enough that the reserve has its minimum, as on smaller GPUs
 
 

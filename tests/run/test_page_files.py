@@ -329,7 +329,7 @@ def test_settings_of_the_page_files(place: Path, tmp_path: Path) -> None:
         assert as_page_files(wish, timed())[0].tiered.state_copies == places
     before, from_pages = earlier_run(load_config(["--output", str(tmp_path / "run")]).save)
     assert from_pages
-    assert (before["model"]["mlp_chunk"], before["train"]["micro_batch_size"]) == ("off", 2)
+    assert before["train"]["micro_batch_size"] == 2
     assert earlier_run(load_config(["--output", str(tmp_path / "run"), "--resume", "never"]).save) == ({}, False)
     wish = load_config(["--output", str(tmp_path / "run")])
     first = timed().drives[0]

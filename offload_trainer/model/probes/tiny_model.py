@@ -6,14 +6,12 @@ are called. One layer of each kind remains, and at least two. Dropout and noise 
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from offload_trainer.model.shape import block_names
 from offload_trainer.safe_files import one_line
 
 VOCABULARY, POSITIONS, HIDDEN, HEADS = 211, 64, 32, 4
@@ -45,7 +43,6 @@ _CHANCE = re.compile(r"drop|jitter|noise")
 _PAIRS = (("num_attention_heads", "num_key_value_heads"), ("n_heads", "n_kv_heads"))
 _LEFT = {"transformers_version", "architectures", "id2label", "label2id", "model_type", "dtype"}
 
-Kind = tuple[type, str, type]  # class of a block, name of a module in it, class of that module
 Result = TypeVar("Result")
 
 
@@ -53,13 +50,11 @@ class TrialFailed(Exception):
     """The tiny model cannot be built, or does not run; the message is that of transformers' error."""
 
 
-def try_on_tiny_model(
-    model: PreTrainedModel, trial: Callable[[PreTrainedModel], Result], *, all_classes: bool = True
-) -> Result:
+def try_on_tiny_model(model: PreTrainedModel, trial: Callable[[PreTrainedModel], Result]) -> Result:
     """Return the result of `trial` for a tiny fp32 model of the same kind as `model`.
 
     Its weights are large enough that differences show. Torch's generator outside does not change. Raises TrialFailed
-    for any exception, and, if `all_classes`, for a tiny model that lacks a class of module that `model` has.
+    for any exception, and for a tiny model that lacks a class of module that `model` has.
     """
     try:
         config = tiny_config_of(model.config)
@@ -68,7 +63,7 @@ def try_on_tiny_model(
             torch.manual_seed(0)
             tiny = type(model)._from_config(config, dtype=torch.float32).eval()
             missing = {type(m).__name__ for m in model.modules()} - {type(m).__name__ for m in tiny.modules()}
-            if missing and all_classes:
+            if missing:
                 raise ValueError(f"it has no {', '.join(sorted(missing))}")
             with torch.no_grad():
                 for parameter in tiny.parameters():
@@ -82,14 +77,6 @@ def try_on_tiny_model(
 def random_ids(tiny: PreTrainedModel, rows: int, length: int) -> torch.Tensor:
     """Return random tokens [rows, length] without those at both ends of the vocabulary, which may be special."""
     return torch.randint(5, tiny.config.get_text_config().vocab_size - 5, (rows, length))
-
-
-def modules_in_blocks(model: PreTrainedModel) -> Iterator[tuple[Kind, str, nn.Module]]:
-    """Yield (kind, name, module) for each block and each module inside one, outer modules first."""
-    for name in block_names(model):
-        block = model.get_submodule(name)
-        for inner, module in block.named_modules():
-            yield (type(block), inner, type(module)), f"{name}.{inner}" if inner else name, module
 
 
 def tiny_config_of(config: PreTrainedConfig) -> PreTrainedConfig:

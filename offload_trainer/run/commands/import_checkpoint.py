@@ -39,7 +39,7 @@ _WORK = "the import to"  # purpose written in the scratch directory's mark
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 # Settings of a run that no foreign checkpoint records, so a resume does not compare them.
 _UNKNOWN = {
-    "model": ("attention", "mlp_chunk"),
+    "model": ("attention",),
     "train": ("micro_batch_size", "gradient_accumulation_steps"),
     "placement": ("gpus",),
 }

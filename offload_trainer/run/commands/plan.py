@@ -7,6 +7,7 @@ sized from a transformers model on the meta device.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from offload_trainer.config import DeepSpeedSection, ModelSection, TieredSection, TrainConfig
@@ -19,14 +20,7 @@ from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME
 from offload_trainer.plan.workload import item_bytes
-from offload_trainer.run.planning import (
-    MemoryFallbacks,
-    machine_here,
-    model_of,
-    planned,
-    with_longest_row,
-    with_what_fits,
-)
+from offload_trainer.run.planning import machine_here, model_of, planned, with_longest_row, with_what_fits
 from offload_trainer.settings import with_words
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -35,12 +29,12 @@ _MICRO = (64, 16, 4, 1)  # micro-batch sizes to try in a comparison; planning ev
 
 def plan_elsewhere(config: TrainConfig, machine: MachineProfile, *, nodes: int | None = None) -> Plan:
     """Plan a run on a described machine, or on `nodes` of them, with the longest row that fits."""
-    count, models = nodes or machine.nodes, _models(config)
+    count, source = nodes or machine.nodes, _source(config)
     each = config.placement.gpus if nodes is None and count == 1 else _gpus(config, machine)
-    found = planned(config, models, machine, world=count * each, nodes=count)
+    found = planned(config, source, machine, world=count * each, nodes=count)
     if not found.plan.fits:
-        found = with_what_fits(found, config, models, here=False)
-    return with_longest_row(found, config, models).plan
+        found = with_what_fits(found, config, here=False)
+    return with_longest_row(found, config).plan
 
 
 # -- ways to divide a step over ranks (`plan --parallel`) -------------------------------------------------------------
@@ -76,13 +70,13 @@ def compare_modes(
         raise UserError(
             "--parallel compares ways to divide a step over ranks, and there is only one rank: add --gpus N"
         )
-    models = _models(config.with_keys("parallel", pipeline="auto"))  # which also looks for why there can be none
-    shape, whole = models.as_wished(config).shape, ""  # why ranks cannot share rows of this model
+    source = _source(config.with_keys("parallel", pipeline="auto"))  # which also looks for why there can be none
+    shape, whole = source.shape, ""  # why ranks cannot share rows of this model
     if not _preset(config):
         from offload_trainer.model.probes.rows import refuse_pieces
 
         try:
-            refuse_pieces(models.source().meta())
+            refuse_pieces(source.meta())
         except UserError as error:
             whole = str(error)
     work = workload(config, shape, world=world, nodes=count)
@@ -102,7 +96,7 @@ def compare_modes(
                 plan = min(fitting, key=lambda plan: plan.forecast.step or math.inf, default=None)
             else:
                 plan = next(fitting, None)
-            plans.append((name, words, plan or planned(batches[-1], models, here, world=world, nodes=count).plan))
+            plans.append((name, words, plan or planned(batches[-1], source, here, world=world, nodes=count).plan))
         except UserError as error:
             if words == "--engine tiered" and not rest:
                 raise
@@ -168,16 +162,17 @@ def _gpus(config: TrainConfig, machine: MachineProfile) -> int:
     return config.placement.gpus if "gpus" in config.placement.model_fields_set else machine.gpus
 
 
-def _models(config: TrainConfig) -> MemoryFallbacks:
-    return MemoryFallbacks(lambda: model_of(config), preset=_preset(config))
+def _source(config: TrainConfig) -> Any:
+    """Return the ModelSource, or of an unmodified preset what plans read of it."""
+    preset = _preset(config)
+    return SimpleNamespace(shape=preset) if preset else model_of(config)
 
 
 def _preset(config: TrainConfig) -> ModelShape | None:
     """Return the shape of an unmodified preset, computed without torch; None for any other model."""
     section = config.model
-    tiled = isinstance(section.mlp_chunk, int)  # the probe needs torch
     changed = section.overrides or section.freeze or section.attention != ModelSection().attention
-    changed = changed or config.data.packing == "on" or tiled or section.base != ModelSection().base
+    changed = changed or config.data.packing == "on" or section.base != ModelSection().base
     if changed or section.name not in PRESETS:
         return None
     bytes_each, chunk = item_bytes(section.dtype), section.loss_chunk

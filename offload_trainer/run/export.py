@@ -145,8 +145,8 @@ def opened(path: Path) -> Iterator[Source]:
                 "SIGUSR1, and export that"
             )
         raise UserError(
-            f"{path}: page files of a run that has died: repeat its command, which resumes from them "
-            "or from its newest checkpoint, and export the run"
+            f"{path}: page files of a run that has died: repeat its command, which resumes from them or from its "
+            "newest checkpoint, ask it for a checkpoint with a file named save in its run directory, and export that"
         )
     ended = final_export(path)
     newest = complete_checkpoints(path / "checkpoints")[-1:] if ended else []

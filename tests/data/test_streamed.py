@@ -214,6 +214,8 @@ def test_each_setting_makes_another_stream(tmp_path: Path) -> None:
     file, found = (made(path, tokenizer=tokenizer) for made in (prepared, tokens))
     found.read(0, 1)
     assert found.summary == file.summary
+    assert (again := tokens(path, tokenizer=tokenizer)).identity == found.identity
+    assert again._key == found._key
     assert prepared(path, tokenizer=other).sums != file.sums
     others = [{"train_on": "all"}, {"packing": "on"}, {"format": "text", "text_field": "id"}, {"tokenizer": other}]
     streams = [found, *(tokens(path, **{"tokenizer": tokenizer} | more) for more in others)]

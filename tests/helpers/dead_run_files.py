@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from offload_trainer.offloading.pages.manifest import files_of, read_description, read_newest
+from offload_trainer.optim.kernel_api import zlib_sum
 from offload_trainer.storage.owned_dirs import ScratchDirectory
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
@@ -32,16 +33,21 @@ def dead_lease(root: Path) -> Path:
 
 
 def stored_masters(lease: Path) -> tuple[int, dict[str, torch.Tensor]] | None:
-    """Return the step of the page files in a directory, and the masters in them; None before the first update."""
+    """Return the step of the page files in a directory, and the masters in them; None before the first update.
+
+    Also assert that they have the record's checksums.
+    """
     manifest, found = read_description(lease), dict[str, torch.Tensor]()
     if (newest := read_newest(manifest)) is None:
         return None
-    table, (copies, _) = manifest.table, newest.pages
+    table, (copies, written) = manifest.table, newest.pages
+    sums = memoryview(written).cast("I")[:: len(table.format.fields)]  # of masters, which are the first field
     files = [torch.from_numpy(np.fromfile(file, np.uint8)) for file in files_of(manifest)]
     for weight in manifest.weights:
         found[weight.name] = values = torch.empty(weight.shape)
         for number, held, given in table.touched(weight.unit, weight.start, values.numel()):
             page = files[table.homes[number]][table.offset(number, copy=copies[number]) :][: table.sizes[number]]
+            assert zlib_sum(page[: table.format.fields["master"].padded(table.pages[number])]) == sums[number]
             values.view(-1)[given] = table.fields(number, page)["master"][held].float()
     return newest.step, found
 

@@ -178,6 +178,11 @@ def test_rates_that_others_may_have_written_are_not_used(tmp_path: Path, monkeyp
         rate_cache.refuse_unwritable()
     rate_cache.cache_file().chmod(0o644)
     rate_cache.refuse_unwritable()
+    moved = rate_cache.cache_file().rename(tmp_path / "moved")
+    rate_cache.cache_file().symlink_to(moved)
+    (note,) = rate_cache.with_cached_rates(MACHINE).notes
+    assert "it is a link" in note
+    moved.replace(rate_cache.cache_file())
     if os.geteuid() == 0:
         os.chown(rate_cache.cache_file(), 65534, 65534)
         (note,) = rate_cache.with_cached_rates(MACHINE).notes

@@ -476,8 +476,10 @@ def test_one_operation_uses_parameters_of_two_sessions(offloaded: Offloaded, tmp
 
 def test_gradients_of_gradients_without_micro_batch(offloaded: Offloaded) -> None:
     assert_trains(offloaded, penalised)
-    with pytest.raises(ot.UserError, match=r"torch\.autograd\.grad of an offloaded model's parameters"):
-        torch.autograd.grad(square(offloaded[0], 0), offloaded[0].scale)
+    model = offloaded[0]
+    for inputs in (model.scale, [model.scale, *model.parameters()], dict(model.named_parameters())):
+        with pytest.raises(ot.UserError, match=r"torch\.autograd\.grad of an offloaded model's parameters"):
+            torch.autograd.grad(square(model, 0), inputs)
 
 
 def test_selective_checkpointing_is_refused(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def _grpo(model: Any, output: Path, base: type) -> Any:
 # The stock trainer, the function that makes one, and where the weights are
 KINDS: dict[str, tuple[type, Callable[..., Any], str]] = {
     "trainer": (Trainer, partial(_trainer, gradient_accumulation_steps=1), "drive"),
+    "again": (Trainer, partial(_trainer, gradient_accumulation_steps=1), "drive"),
     "accumulated": (Trainer, partial(_trainer, gradient_accumulation_steps=ACCUMULATE), "resident"),
     "adapters": (DPOTrainer, _adapters, "resident"),
     "grpo": (GRPOTrainer, _grpo, "resident"),
@@ -180,6 +181,12 @@ def test_logs_and_weights_are_those_of_two_stock_ranks(kind: str, trained: Path)
     assert told(ours) == told(stock)
     name = "adapter_model.safetensors" if kind == "adapters" else "model.safetensors"
     assert_same(*(dict(load_file(place / "final" / name)) for place in (ours, stock)))
+
+
+def test_resumed(trained: Path) -> None:
+    again, whole = trained / "ours/again", trained / "ours/trainer"
+    assert told(again)[:-1] == told(whole)[:-1]  # the last entry has the mean loss since the start
+    assert_same(weights(again / "final"), weights(whole / "final"))
 
 
 def test_accumulated(trained: Path) -> None:

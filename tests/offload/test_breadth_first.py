@@ -61,22 +61,18 @@ def test_an_error_ends_all_threads(qwen3: Path, drive: Path) -> None:
 ROUTERS = "the loss of MixtralForCausalLM has a part of the routers of all blocks (output_router_logits)"
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "pipeline", "reason"),
-    [
+def test_a_probe_finds_chains_of_blocks(folder: Path) -> None:
+    cases: list[tuple[str, dict[str, Any], bool, str]] = [
         ("gpt2", {}, False, ""),
         ("llama", {}, True, ""),
         ("mixtral", {"output_router_logits": True}, False, ""),
         ("mixtral", {"output_router_logits": True}, True, ROUTERS),
         ("opt", {}, False, "OPTForCausalLM skips blocks at random (layerdrop)"),
         ("opt", {"layerdrop": 0.0}, False, ""),
-    ],
-)
-def test_a_probe_finds_chains_of_blocks(
-    name: str, changes: dict[str, Any], pipeline: bool, reason: str, folder: Path
-) -> None:
-    config = AutoConfig.from_pretrained(model_directory(folder / f"{name}-{len(changes)}", name, **changes))
-    assert why_no_chain(meta_model(config, trust_remote_code=False), pipeline=pipeline) == reason
+    ]
+    for name, changes, pipeline, reason in cases:
+        config = AutoConfig.from_pretrained(model_directory(folder / f"{name}-{len(changes)}", name, **changes))
+        assert why_no_chain(meta_model(config, trust_remote_code=False), pipeline=pipeline) == reason
 
 
 def test_blocks_that_share_a_result_with_all_later_ones_are_no_chain(

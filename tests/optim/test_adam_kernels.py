@@ -538,3 +538,15 @@ def test_a_kernel_that_is_off_by_one_bit_is_not_used(states: str, monkeypatch: p
     kernel, words = kernels.choose_kernel("auto")
     assert kernel.name == "torch"
     assert "last bits" in words
+
+
+@ON_CPU
+@pytest.mark.slow
+def test_two_processes_may_build_concurrently(tmp_path: Path) -> None:
+    code = "from offload_trainer.optim.native_kernel import NativeKernel; NativeKernel()"
+    both = [
+        subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OFFLOAD_TRAINER_CACHE": str(tmp_path)})
+        for _ in range(2)
+    ]
+    assert [process.wait(300) for process in both] == [0, 0]
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["adam.so", "adam.so.sha256", "turn"]

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 from commands import TINY
+from sample_plans import GB, machine
 
 from offload_trainer.cli import main
 from offload_trainer.errors import UserError
-from offload_trainer.run.planning import _with_resumed_choices
+from offload_trainer.run import planning, resume
+from offload_trainer.run.planning import _with_resumed_choices, plan_run
 from offload_trainer.settings import load_config
 from offload_trainer.storage.manifest import CONFIG, FORMAT, MANIFEST, Manifest, differences, refuse_other_run
 
@@ -111,3 +113,16 @@ def test_choices_that_change_bits_are_kept_unless_the_user_chooses() -> None:
     assert resumed(1, "parallel.pipeline=2") == "auto"  # whose blocks are all checkpointed
     # Nothing could be offloaded with the number of the run before.
     assert resumed("off", "model.offload_activations=cpu") == "auto"
+
+
+def test_a_run_keeps_the_checkpointed_blocks_of_the_run_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU; unless nothing fits with them, or the user chooses."""
+
+    def blocks(before: object, *words: str, gpu: int = 24 * GB) -> int:
+        monkeypatch.setattr(planning, "machine_here", lambda *_, **__: machine(gpu=gpu))
+        monkeypatch.setattr(resume, "earlier_run", lambda _: ({"model": {"activation_checkpointing": before}}, False))
+        return plan_run(load_config([*TINY, *words])).plan.work.checkpointed
+
+    assert [blocks(count) for count in (0, 1, 2)] == [0, 1, 2]
+    assert blocks(1, "model.activation_checkpointing=on") == 2
+    assert blocks("off", "--micro-batch", "64", gpu=GB) == 2

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_plans import GB, SHAPES, machine, timed, wish
+from sample_plans import GB, SHAPES, least_ram, machine, timed, wish
 
 from offload_trainer.cli import main
 from offload_trainer.config import TrainConfig
@@ -103,6 +103,24 @@ def test_items_sum_to_the_tiers(homes: tuple[str, str]) -> None:
     for tier, room in plan.tiers.items():
         assert room["need"] == sum(item.bytes for item in plan.items if item.tier == tier)
     assert {item.tier for item in plan.items} <= set(plan.tiers)
+
+
+def test_changing_a_plans_json_does_not_change_the_plan() -> None:
+    """A report adds rows to the JSON, and the plan still says that it fits."""
+    plan = make_plan(wish(), SHAPES["gpt2"], machine())
+    held = plan.to_json()
+    held["tiers"]["read on drives, a step"] = {"need": 1}
+    held["tiers"]["ram"]["have"] = 0
+    held["seconds"]["update"] = 1e9
+    assert plan.fits
+    assert plan.to_json() != held
+
+
+def test_a_plan_that_just_fits_is_refused_with_one_byte_less() -> None:
+    config, shape = wish("--params", "cpu", "--optimizer", "cpu"), SHAPES["gpt2"]
+    need = least_ram(make_plan(config, shape, machine()))
+    assert make_plan(config, shape, machine(ram=need)).fits
+    assert not make_plan(config, shape, machine(ram=need - 1)).fits
 
 
 def test_auto_uses_the_first_that_fits_and_says_why_not_the_others() -> None:

@@ -79,23 +79,26 @@ BLOCKS = gpt2_shape(PRESETS["gpt2"] | {"n_embd": 8192, "n_head": 64, "n_layer": 
 WORDS = gpt2_shape(PRESETS["gpt2"] | {"vocab_size": 10**6, "n_embd": 1024, "n_layer": 3})
 
 
-@pytest.mark.parametrize(("shape", "name"), [(BLOCKS, "the block transformer.h.0"), (WORDS, "transformer.wte")])
-def test_a_unit_that_fits_nowhere_is_named_with_its_bytes(shape: ModelShape, name: str) -> None:
-    def plan_of(gpu: float) -> Plan:
+def test_a_unit_that_fits_nowhere_is_named_with_its_bytes() -> None:
+    def plan_of(gpu: float, shape: ModelShape) -> Plan:
         return make_plan(wish("--micro-batch", "1", "--seq-len", "64"), shape, machine(gpu=int(gpu * GB)))
 
-    size, plan = sum(2 * weight.numel for weight in shape.weights if weight.unit == name.split()[-1]), plan_of(2)
-    assert not plan.fits
-    # Half of the GPU is CUDA's own memory and the reserve.
-    told = f"{name} alone has {format_bytes(size)} of weights, a GPU has room for 1 GB, and it is fetched as a whole"
-    assert told in plan.describe(full=True)
-    assert plan.to_json()["too_large"] == told
-    with pytest.raises(UserError, match=f"gpu needs .*; {told}"):
-        plan.refuse(force=False)
-    assert (plan_of(24).fits, plan_of(24).too_large) == (True, "")
-    if shape is BLOCKS:  # lacks memory for something else
-        assert (plan_of(2.7).fits, plan_of(2.7).too_large) == (False, "")
-        # With fewer buffers the bytes that are lacking are the fewest.
-        plan = planned(510 * 10**6, *BLOCKS_ARE_LARGEST)
-        assert (plan.fits, plan.sizes.unit_buffers) == (False, 1)
-        assert plan.too_large.startswith("the block transformer.h.0 alone has 101 MB of weights")
+    for shape, name in ((BLOCKS, "the block transformer.h.0"), (WORDS, "transformer.wte")):
+        size = sum(2 * weight.numel for weight in shape.weights if weight.unit == name.split()[-1])
+        plan = plan_of(2, shape)
+        assert not plan.fits
+        # Half of the GPU is CUDA's own memory and the reserve.
+        told = (
+            f"{name} alone has {format_bytes(size)} of weights, a GPU has room for 1 GB, and it is fetched as a whole"
+        )
+        assert told in plan.describe(full=True)
+        assert plan.to_json()["too_large"] == told
+        with pytest.raises(UserError, match=f"gpu needs .*; {told}"):
+            plan.refuse(force=False)
+        assert (plan_of(24, shape).fits, plan_of(24, shape).too_large) == (True, "")
+    # lacks memory for something else
+    assert (plan_of(2.7, BLOCKS).fits, plan_of(2.7, BLOCKS).too_large) == (False, "")
+    # With fewer buffers the bytes that are lacking are the fewest.
+    plan = planned(510 * 10**6, *BLOCKS_ARE_LARGEST)
+    assert (plan.fits, plan.sizes.unit_buffers) == (False, 1)
+    assert plan.too_large.startswith("the block transformer.h.0 alone has 101 MB of weights")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -390,3 +391,23 @@ def test_page_files_stay_after_an_error(place: Path, tmp_path: Path, alone: dict
     run = call(*words, output=tmp_path / "run")
     assert f"; {RERUN_HINT} from its page files, step {gone_on(run)}, there or with another --nvme" in failed.text
     assert results(run.output) == alone
+
+
+def test_page_files_are_taken_only_if_they_are_newer_than_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = SimpleNamespace(train={"step": 3, "tokens": 0, "data_position": 0}, engine=object())
+    lease: Any = SimpleNamespace(path=tmp_path, leave=lambda: None)
+    for name, value in {"read_description": None, "read_newest": newest, "refuse_outside": None}.items():
+        monkeypatch.setattr(resume, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr(resume, "_folders", lambda *_, **__: [tmp_path])
+    monkeypatch.setattr(resume, "_refuse_otherwise", lambda *_: None)
+    monkeypatch.setattr(resume.scratch_dir, "take_over", lambda *_, **__: lease)
+    monkeypatch.setattr(resume.scratch_dir, "wait_for_ranks", lambda *_, **__: None)
+    config = SimpleNamespace(save=SimpleNamespace(resume="auto"))
+    setup: Any = SimpleNamespace(config=config, output=tmp_path, log=SimpleNamespace(say=lambda line: None))
+    taken = []
+    for begins in (None, TrainState(2, 0, 0), TrainState(3, 0, 0), TrainState(4, 0, 0)):
+        with ExitStack() as stack:
+            taken.append(resume.take_over(setup, stack, begins=begins)[0] is not None)
+    assert taken == [True, True, False, False]

@@ -13,13 +13,14 @@ from unittest.mock import Mock
 
 import pytest
 from forked_child import GONE, in_a_fork, lose_streams
-from tqdm import tqdm
+from test_telemetry import a_step
 
 from offload_trainer.cli import main
 from offload_trainer.errors import Stopped, exit_code
 from offload_trainer.run.directory import Log
 from offload_trainer.run.signals import stop_at_once, waiting
 from offload_trainer.stdio import lasting_streams, write_now
+from offload_trainer.telemetry.sinks import Screen
 
 STOPPING = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
 
@@ -212,8 +213,7 @@ def say_much() -> None:
     for _ in range(2):
         print("a line")
         print("a line", file=sys.stderr, flush=True)
-        with tqdm(total=2, file=sys.stderr, mininterval=0) as bar:
-            bar.update()
+        Screen(2, initial=0, say=print, bounds={}, drives=False).step(a_step(2))
         warnings.warn("of a library", stacklevel=1)
         logging.getLogger("a library").error("said")
         Log(loud=True).say("a line")

@@ -14,6 +14,7 @@ from commands import TINY, call
 from test_telemetry import a_step
 
 from offload_trainer.errors import UserError
+from offload_trainer.packages import OPTIONAL
 from offload_trainer.telemetry import sinks
 from offload_trainer.telemetry.metrics import EvalRecord
 from offload_trainer.telemetry.sinks import Started, Trackers, refuse_missing
@@ -108,6 +109,7 @@ def test_a_missing_tracker_names_its_package(tmp_path: Path, monkeypatch: pytest
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=r"save.trackers=none needs none, which is not installed: pip install none"):
         refuse_missing(["none"])
+    assert sinks._KINDS.keys() <= OPTIONAL.keys()
 
 
 # -- all of them, by one of this file's ------------------------------------------------------------------------------

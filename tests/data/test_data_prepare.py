@@ -4,10 +4,12 @@ import errno
 import json
 import os
 import re
+import time
 import zlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,12 +18,13 @@ import sample_chats
 from seen_calls import calls_of
 
 from offload_trainer.data import documents, packing, tokenfile
+from offload_trainer.data import run_data as preparing
 from offload_trainer.data.rows import RowReader, TokenShards
 from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.data.tokenfile import IDS, TokenFile, cached, sidecar_path, write_tokens
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.storage.owned_dirs import SCRATCH, ScratchDirectory
+from offload_trainer.storage.owned_dirs import ScratchDirectory
 
 TOKENIZER = load_tokenizer("builtin")
 TEXT = "When shall we three meet again\nIn thunder, lightning, or in rain?\n\nSECOND WITCH.\n" * 30
@@ -52,8 +55,11 @@ def leftovers(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_token_files_of_other_users_are_not_used(source: Path, encoded: list[bool], tmp_path: Path) -> None:
-    """Files in a shared cache are not used if another user owns them or may change them."""
+def test_token_files_of_other_users_are_not_used(
+    source: Path, encoded: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files in a shared cache, also those of checksums, are not used if another user owns them or may change them."""
+    monkeypatch.setattr(preparing, "_SETTLED_NS", 0)  # else the hash of a text that was just written is not kept
     cache = tmp_path / "shared"
     cache.mkdir()
     cache.chmod(0o1777)
@@ -63,16 +69,32 @@ def test_token_files_of_other_users_are_not_used(source: Path, encoded: list[boo
     finally:
         os.umask(before)
     path, sidecar = made.path, sidecar_path(made.path)
-    assert {file.stat().st_mode & 0o777 for file in (path, sidecar)} == {0o644}
+    (memory,) = cache.glob("*.sums.json")
+    assert {file.stat().st_mode & 0o777 for file in (path, sidecar, memory)} == {0o644}
     encoded.clear()
     for name in (path, sidecar):
         name.chmod(0o664)
-        told = rf"{name.name} cannot be read: others may change it \(mode 664.*data\.cache=DIR"
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=rf"{name.name} cannot be read: others may change it \(mode 664"):
             prepared(source, cache=cache)
         name.chmod(0o644)
+        moved = name.rename(tmp_path / "moved")
+        name.symlink_to(moved)
+        with pytest.raises(UserError, match=r"it is a link\. .*data\.cache=DIR"):
+            prepared(source, cache=cache)
+        moved.replace(name)
     assert len(prepared(source, cache=cache)) == len(made)
+    if os.geteuid() == 0:
+        for name in (path, sidecar):
+            os.chown(name, 65534, 65534)
+            with pytest.raises(UserError, match=r"it belongs to another user \(number 65534\), and is not trusted"):
+                prepared(source, cache=cache)
+            os.chown(name, 0, 0)
     assert not encoded
+    known = {path: ["00" * 16, state] for path, (_, state) in json.loads(memory.read_text()).items()}
+    memory.write_text(json.dumps(known))
+    memory.chmod(0o666)  # its checksums are not used, else the text would be taken for another
+    assert prepared(source, cache=cache).path == made.path
+    assert json.loads(memory.read_text()).keys() == known.keys()
 
 
 def test_documents_become_their_tokens_with_end_of_text_behind_each(tmp_path: Path, source: Path) -> None:
@@ -93,30 +115,53 @@ def test_documents_become_their_tokens_with_end_of_text_behind_each(tmp_path: Pa
     assert len(leftovers(tmp_path / "cache")) == 2
 
 
-def test_a_text_is_tokenised_once_and_again_when_it_or_its_file_has_changed(
-    tmp_path: Path, source: Path, encoded: list[bool]
+def test_an_unchanged_text_is_not_read_again(
+    tmp_path: Path, source: Path, encoded: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another text of the same name, size and time is tokenised, and a touched one of the same bytes is not."""
+    """A text is tokenized once. It is read again if it may have changed: it was just written, touched, or the memory of
+    its checksum is damaged. One of the same name, size and time gives its own tokens.
+    """
+    read = calls_of(monkeypatch.setattr, preparing, "open_given")
+    now = [source.stat().st_ctime_ns + 10**9]
+    monkeypatch.setattr(preparing, "time", SimpleNamespace(time_ns=lambda: now[0], monotonic=time.monotonic))
 
     def again() -> int:
-        """Return how often texts have been tokenized."""
+        """Return how often the text was read."""
+        read.clear()
         tokens = prepared(source, cache=tmp_path / "cache")
         assert tokens.read(0, len(tokens)).tolist() == ids_of(source.read_text())
-        return len(encoded)
+        return len(read)
 
-    assert [again(), again()] == [1, 1]
-    before = source.stat()
-    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert [again(), again()] == [2, 1]  # a text that was just written may change again within one tick of the clock
+    now[0] += 10**10
+    assert [again(), again()] == [1, 0]
+    (memory,) = (tmp_path / "cache").glob("*.sums.json")
+    for damaged in ("{", "[]", '{"x": 1}', json.dumps({str(source): [5, []]})):
+        memory.write_text(damaged)
+        assert again() == 1
+    os.utime(source, ns=(time.time_ns(), source.stat().st_mtime_ns + 1))
     assert again() == 1
-    source.write_text(TEXT.replace("rain", "hail"))
-    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert (source.stat().st_size, source.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    assert again() == 2
-    path = prepared(source, cache=tmp_path / "cache").path
-    sidecar_path(path).unlink()  # as a kill leaves it
-    path.write_bytes(b"\1\0")
-    assert cached(path) is None
-    assert again() == 3
+    assert len(encoded) == 1
+    for place, word in ((source, "hail"), (tmp_path / "new", "mist")):  # written over, and another file of its name
+        before = source.stat()
+        place.write_text(TEXT.replace("rain", word))
+        os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
+        place.rename(source)
+        assert (source.stat().st_size, source.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+        assert again() == 1
+    assert len(encoded) == 3
+
+
+def test_a_kill_before_the_sidecar_leaves_nothing_and_is_redone(
+    tmp_path: Path, source: Path, encoded: list[bool]
+) -> None:
+    first = prepared(source, cache=tmp_path)
+    sidecar_path(first.path).unlink()
+    first.path.write_bytes(b"\1\0")
+    assert cached(first.path) is None
+    again = prepared(source, cache=tmp_path)
+    assert len(encoded) == 2
+    assert again.read(0, len(again)).tolist() == ids_of(TEXT)
 
 
 def test_the_sidecar_comes_last_and_a_stale_one_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,15 +176,17 @@ def test_the_sidecar_comes_last_and_a_stale_one_goes_first(tmp_path: Path, monke
 
 
 def test_a_second_writer_of_the_same_text_keeps_the_pair(tmp_path: Path) -> None:
-    path, held = tmp_path / "t.bin", list[TokenFile]()
+    path = tmp_path / "t.bin"
 
     def slow() -> Iterator[list[int]]:
         yield [1, 2]
         write_tokens(path, [[1, 2]], tokenizer="f", vocabulary=9)
         held.append(TokenFile.open(path))
 
+    held: list[TokenFile] = []
     write_tokens(path, slow(), tokenizer="f", vocabulary=9)
-    assert [file.read(0, len(file)).tolist() for file in (*held, TokenFile.open(path))] == [[1, 2]] * 2
+    mapped = held[0]
+    assert mapped.read(0, len(mapped)).tolist() == TokenFile.open(path).read(0, 2).tolist() == [1, 2]
     assert leftovers(tmp_path) == ["t.bin", "t.bin.json"]
 
 
@@ -148,7 +195,7 @@ def test_what_a_killed_tokenisation_left_is_removed_and_nothing_else(tmp_path: P
 
     def alive() -> Iterator[list[int]]:
         yield [1, 2, 3]
-        dead = ScratchDirectory(cache / ".offload-trainer-tokens-dead", what=SCRATCH)
+        dead = ScratchDirectory(cache / ".offload-trainer-tokens-dead", what="unfinished tokens")
         (dead.path / "ids").write_bytes(b"a")
         dead.leave()
         (cache / ".offload-trainer-tokens-mine").mkdir()
@@ -168,21 +215,28 @@ def test_ids_are_as_wide_as_the_vocabulary_needs(
     tmp_path: Path, vocabulary: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenfile, "_SCAN_TOKENS", 2)
-    path, ids = tmp_path / "t.bin", [0, vocabulary - 1, 5]
-    write_tokens(path, [ids[:2], np.array(ids[2:])], vocabulary=vocabulary)
+    path = tmp_path / "t.bin"
+    write_tokens(path, [[0, vocabulary - 1], np.array([5])], vocabulary=vocabulary)
     tokens = TokenFile.open(path)
-    assert np.fromfile(path, dtype=np.dtype(dtype).newbyteorder("<")).tolist() == ids
-    assert tokens.read(0, len(tokens)).tolist() == ids
-    assert (tokens.dtype, tokens.largest_id()) == (dtype, vocabulary - 1)
+    assert tokens.dtype == dtype
+    assert np.fromfile(path, dtype=np.dtype(dtype).newbyteorder("<")).tolist() == [0, vocabulary - 1, 5]
+    assert tokens.read(0, len(tokens)).tolist() == [0, vocabulary - 1, 5]
+    assert tokens.largest_id() == vocabulary - 1
 
 
 def test_sizes_that_do_not_match_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.bin"
     write_tokens(path, [[1, 2, 3]], vocabulary=9)
-    for size, told in ((4, r"says 3 uint16 ids.*holds 2"), (5, r"5 bytes are not"), (0, r"0 bytes are not")):
-        path.write_bytes(bytes(size))
-        with pytest.raises(UserError, match=told):
-            TokenFile.open(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-2])
+    with pytest.raises(UserError, match=r"says 3 uint16 ids.*holds 2"):
+        TokenFile.open(path)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(UserError, match=r"5 bytes are not"):
+        TokenFile.open(path)
+    path.write_bytes(b"")
+    with pytest.raises(UserError, match=r"0 bytes are not"):
+        TokenFile.open(path)
     sidecar_path(path).write_text('{"dtype": "float32", "tokens": 1}')
     with pytest.raises(UserError, match="'uint16' or 'uint32'"):
         TokenFile.open(path)
@@ -253,29 +307,33 @@ def draw(count: int, *, below: int, seed: int = 0) -> np.ndarray:
     return (np.random.default_rng(seed).zipf(1.3, count) - 1) % below
 
 
-WIDTHS = {"uint16": ", as nanoGPT writes them", "uint32": ": the upper half of every id is at most 15"}
-SMALL = (4, 10, 20, 65, 2048, 50257, 65536)
+# -- which width -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("dtype", "vocabulary"),
-    [*(("uint16", each) for each in SMALL), *(("uint32", each) for each in (*SMALL[1:], 128_256, 151_936, 262_144))],
-)
-def test_ids_need_no_sidecar(dtype: str, vocabulary: int, tmp_path: Path, encoded: list[bool]) -> None:
-    """Also with a vocabulary of a few ids, and with an even or odd number of ids."""
+@pytest.mark.parametrize("vocabulary", [4, 20, 65, 2048, 50257, 65536])
+def test_nanogpts_files_are_read_as_uint16(vocabulary: int, tmp_path: Path, encoded: list[bool]) -> None:
+    """They need no sidecar, also with a vocabulary of a few ids, and with an even or odd number of ids."""
     path, said = tmp_path / "t.bin", list[str]()
     ids = draw(4001, below=vocabulary)
-    if dtype == "uint16":
-        ids[:vocabulary] = np.arange(min(vocabulary, len(ids)))
+    ids[:vocabulary] = np.arange(min(vocabulary, len(ids)))
     for count in (4000, 4001):
-        ids[:count].astype(dtype).tofile(path)
-        tokens = from_file(path, say=said.append, vocabulary=1 << 20)
+        ids[:count].astype("<u2").tofile(path)
+        tokens = from_file(path, say=said.append)
         assert tokens.read(0, count).tolist() == ids[:count].tolist()
-    assert said == [f"{path}: no sidecar: read as {dtype}{WIDTHS[dtype]}"] * 2
+    assert said == [f"{path}: no sidecar: read as uint16, as nanoGPT writes them"] * 2
     assert not encoded
-    assert tokens.largest_id() == ids.max()
     with pytest.raises(UserError, match=f"holds ids up to {ids.max()}, but the model only has ids below {ids.max()}"):
         from_file(path, vocabulary=int(ids.max()))
+
+
+@pytest.mark.parametrize("vocabulary", [10, 2048, 50257, 128_256, 151_936, 262_144])
+def test_uint32_without_a_sidecar_is_recognised(vocabulary: int, tmp_path: Path) -> None:
+    ids = draw(4001, below=vocabulary)
+    ids.astype("<u4").tofile(tmp_path / "t.bin")
+    tokens = TokenFile.open(tmp_path / "t.bin")
+    assert tokens.read(0, len(tokens)).tolist() == ids.tolist()
+    assert tokens.largest_id() == ids.max()
+    assert "read as uint32" in str(tokens.assumed)
 
 
 def test_what_may_be_either_needs_the_sidecar_that_the_message_shows(tmp_path: Path) -> None:
@@ -312,6 +370,9 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
     assert TokenFile.open(path).read(0, 4000).tolist() == ids.tolist()
 
 
+# -- that a file changes ---------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("sidecar", [False, True])
 def test_a_file_without_checksums_gets_them(sidecar: bool, tmp_path: Path) -> None:
     """A changed file has another identity in the next run, and is an error within a run."""
@@ -331,18 +392,27 @@ def test_a_file_without_checksums_gets_them(sidecar: bool, tmp_path: Path) -> No
         first.read(1_000_000, 1)
 
 
+# -- several ---------------------------------------------------------------------------------------------------------
+
+
 def test_shards_are_read_as_one_file(tmp_path: Path) -> None:
-    """Shards of odd sizes, one with a single id, read as one file."""
+    """Shards of odd sizes, one with a single id, read as one file; rows cross their borders."""
     ids = draw(1000, below=2048)
     paths = []
     for number, (start, end) in enumerate([(0, 333), (333, 334), (334, 1000)]):
         paths.append(tmp_path / f"{number}.bin")
         ids[start:end].astype("<u2").tofile(paths[-1])
-    shards = from_file(*paths)
+    ids.astype("<u2").tofile(tmp_path / "whole.bin")
+    shards, whole = from_file(*paths), from_file(tmp_path / "whole.bin")
     assert isinstance(shards, TokenShards)
-    assert len(shards) == 1000
+    assert len(shards) == len(whole) == 1000
     for start, count in ((0, 1000), (330, 8), (333, 1), (999, 1), (400, 100), (5, 0)):
         assert shards.read(start, count).tolist() == ids[start : start + count].tolist()
+    rows = [
+        RowReader(tokens, seq_len=7, rows=range(142), vocabulary=2048).rows_at([0, 47, 141])
+        for tokens in (shards, whole)
+    ]
+    assert (rows[0].targets == rows[1].targets).all()
     assert from_file(*reversed(paths)).sums != shards.sums
     with pytest.raises(TrainerError, match=r"0\.bin and 2 more: row 47 holds id"):
         RowReader(shards, seq_len=7, rows=range(142), vocabulary=1).rows_at([47])

@@ -57,7 +57,10 @@ def sidecar_path(path: Path) -> Path:
 
 def cached(path: Path) -> TokenFile | None:
     """Open a token file of the cache, if its writer has finished it: the sidecar is written last."""
-    return TokenFile.open(path, owned=True) if is_there(path) and is_there(sidecar_path(path)) else None
+    there = [one for one in (path, sidecar_path(path)) if is_there(one)]
+    for one in there:  # a single one of another user could not be replaced at the end
+        _opened(one, owned=True).close()
+    return TokenFile.open(path, owned=True) if len(there) == 2 else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -474,9 +474,11 @@ def bench_links(known: Links, *, ranks: int, say: Callable[[str], None]) -> Link
     say(f"bench: links between {ranks} ranks")
     with scratch("offload-trainer-links-") as folder:
         try:
-            spawn(run_rank, (ranks, folder), nprocs=ranks)  # ends the other ranks if one fails
+            spawn(run_rank, (ranks, folder), nprocs=ranks, daemon=True)  # ends the other ranks if one fails
         except ProcessException as error:
-            why = f"rank {error.error_index}: {str(error).splitlines()[-1]}"
+            first, *lines = str(error).rpartition('  File "')[2].splitlines()  # of the last frame, if there is one
+            said = " ".join([line for line in lines if line and line[0] != " "] or [first])
+            why = f"rank {error.error_index}: {said}"
             raise TrainerError(f"links between {ranks} ranks could not be timed: {why}") from error
         found = parsed((folder / "links.json").read_bytes(), Links)
     return replace(found, between_gpus=known.between_gpus, network=known.network, message=known.message)

@@ -167,6 +167,7 @@ def opened(path: Path) -> Iterator[Source]:
             for folder in folders_in(path / PAGES):
                 if is_there(folder / DESCRIPTION) and not is_alive(folder):
                     left = f". Page files that it left are in {folder}: repeat its command, which resumes from them"
+                    break
         raise UserError(f"{error}{left}") from error
     with reading(checkpoint), ExitStack() as stack:
         read_manifest(checkpoint, moments=False)
@@ -181,13 +182,18 @@ def opened(path: Path) -> Iterator[Source]:
             if (held := checkpoint / f"{name}.safetensors").exists()
         ]
         places = {name: file for file in files for name in file.entries}
-        run = read_back(checkpoint / MADE, RunConfiguration, fix="Export another checkpoint of the run")
         source = Source(
             shapes={name: file.entries[name].shape for name, file in places.items()},
             read=lambda name: places[name].read(name),
             model=checkpoint / "model",
             description=str(checkpoint),
-            card=_card_of(checkpoint.parent.parent, checkpoint.name, run, read_state(checkpoint).step),
+            card=lambda dtype: model_card(
+                checkpoint.parent.parent,
+                dtype=dtype,
+                source=checkpoint.name,
+                run=read_back(checkpoint / MADE, RunConfiguration, fix="Export another checkpoint of the run"),
+                step=read_state(checkpoint).step,
+            ),
         )
         yield source.with_buffers()
 
@@ -221,7 +227,7 @@ _SET = (
     *("model.dtype", "optim.master_dtype", "optim.name", "optim.lr", "optim.betas", "optim.weight_decay"),
     *("optim.max_grad_norm", "optim.schedule", "optim.moment_dtype", "train.seed", "train.steps"),
 )
-_RESULTS = ("steps", "tokens", "training loss", "validation loss", "bits a byte", "a step")
+_RESULTS = ("steps", "tokens", "training loss", "validation loss", "validated after step", "bits a byte", "a step")
 
 
 def _card_of(run_directory: Path, source: str, run: RunConfiguration, step: int) -> Callable[[str], str]:
@@ -239,7 +245,7 @@ def model_card(run_directory: Path, *, dtype: str, source: str, run: RunConfigur
     settings = {f"{section}.{key}": value for section, keys in run.config.items() for key, value in keys.items()}
     rows = [row for row in read_metrics(run_directory / "metrics.jsonl") if row.step <= step]
     seen = [one for one in read_evaluations(run_directory / "evaluations.jsonl") if one.step <= step]
-    found = {"steps": step} | results(rows, seen)
+    found = {"steps": step, "validated after step": seen[-1].step if seen else None} | results(rows, seen)
     facts = {
         "weights": f"{dtype}, from the masters of {source}",
         "model": f"{model['name']}, from {start}" if "name" in model else None,

@@ -36,7 +36,8 @@ _LARGEST_EXPONENT = 709  # a float holds e to the power of this
 class TimeToSave:
     """Estimate of the seconds until the current step is complete and saved, which `train.stop_within` is compared with.
 
-    Durations are those of earlier steps, validations and saves. A signal handler may read the estimate at any moment.
+    Durations are at first the plan's, then those of earlier steps, validations and saves. A signal handler may read the
+    estimate at any moment.
     """
 
     def __init__(self, *, step: float | None, save: float) -> None:

@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -160,14 +161,15 @@ class Screen:
             self._started = time.monotonic() - record.seconds
         self._recent.append(record)
         last = record.step == self._total
-        if self.clear and (last or time.monotonic() - self._drawn >= _REDRAW):
-            begin = f"{record.step}/{self._total} |{'#' * (10 * record.step // self._total):<10}| "
-            self._line = begin + self._numbers(record, room=_columns() - len(begin))
-            print(f"{self.clear}{self._line}", end="", file=sys.stderr, flush=True)
-            self._drawn = time.monotonic()
+        if self.clear:
+            begin, columns = f"{record.step}/{self._total} |{'#' * (10 * record.step // self._total):<10}| ", _columns()
+            self._line = (begin + self._numbers(record, room=columns - len(begin)))[: max(columns, 1)]
             if last:
                 self.close()
-        elif not self.clear and (last or record.step % max(1, self._total // 20) == 0):
+            elif time.monotonic() - self._drawn >= _REDRAW:
+                print(f"{self.clear}{self._line}", end="", file=sys.stderr, flush=True)
+                self._drawn = time.monotonic()
+        elif last or record.step % max(1, self._total // 20) == 0:
             self.say(f"step {record.step}/{self._total}  {self._numbers(record)}")
 
     def seconds_left(self, step: int) -> float:
@@ -181,7 +183,7 @@ class Screen:
     def close(self) -> None:
         """Leave the live line on the screen and end it."""
         if self._line:
-            print(file=sys.stderr)
+            print(f"{self.clear}{self._line}", file=sys.stderr, flush=True)
         self._line = ""
 
     def _numbers(self, record: StepRecord, *, room: float = math.inf) -> str:
@@ -211,11 +213,11 @@ class Screen:
         return "  ".join(fields)
 
 
-def _columns() -> float:
+def _columns() -> int:
     """Return the width of the live line: four columns less than stderr's terminal, which shows ^C behind it."""
     with suppress(OSError, ValueError):  # no terminal
         return os.get_terminal_size(sys.stderr.fileno()).columns - 4
-    return math.inf
+    return sys.maxsize
 
 
 def is_live() -> bool:
@@ -299,10 +301,16 @@ class Trackers:
 
 
 def refuse_missing(names: Sequence[str]) -> None:
-    """Raise UserError if one of these trackers is not installed. None is imported."""
+    """Raise UserError if one of these trackers is not installed or cannot be imported."""
     for name in names:
         if version_of(name) is None:  # a module can be found where a directory has its name, such as wandb/ of runs
             raise UserError(lacks(f"save.trackers={name}", name))
+        try:
+            import_module(name)
+        except Exception as error:
+            raise UserError(
+                f"save.trackers={name}: it is installed but cannot be imported: {one_line(error)}"
+            ) from error
 
 
 def _tensorboard(directory: Path, _: Mapping[str, Any], done: int, __: str | None) -> Started:

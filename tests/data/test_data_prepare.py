@@ -24,7 +24,7 @@ from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.data.tokenfile import IDS, TokenFile, cached, sidecar_path, write_tokens
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.storage.owned_dirs import ScratchDirectory
+from offload_trainer.storage.owned_dirs import SCRATCH, ScratchDirectory
 
 TOKENIZER = load_tokenizer("builtin")
 TEXT = "When shall we three meet again\nIn thunder, lightning, or in rain?\n\nSECOND WITCH.\n" * 30
@@ -195,7 +195,7 @@ def test_what_a_killed_tokenisation_left_is_removed_and_nothing_else(tmp_path: P
 
     def alive() -> Iterator[list[int]]:
         yield [1, 2, 3]
-        dead = ScratchDirectory(cache / ".offload-trainer-tokens-dead", what="unfinished tokens")
+        dead = ScratchDirectory(cache / ".offload-trainer-tokens-dead", what=SCRATCH)
         (dead.path / "ids").write_bytes(b"a")
         dead.leave()
         (cache / ".offload-trainer-tokens-mine").mkdir()

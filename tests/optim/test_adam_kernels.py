@@ -211,26 +211,28 @@ def test_bits_do_not_depend_on_where_a_unit_is_cut(states: str) -> None:
             assert_same(found, [cut(name, field, start, end) for name, field in zip(names, whole, strict=True)])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_16_bit_gradient_is_read_and_weights_are_rounded_to_nearest_even(dtype: torch.dtype) -> None:
-    grad = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
-    grad = grad[grad.isfinite()]
-    zeros = torch.zeros_like(grad, dtype=torch.float32)
-    page, parts = dict.fromkeys(KINDS, zeros), [ParamRange(0, grad.numel(), STILL, 1)]
-    for kernel in compiled_kernels():
-        read = updated(kernel, (page, grad), parts, states="fp32", given=dtype, scale=1.0)[1]
-        assert torch.equal(read, grad.float())
-    random = torch.Generator().manual_seed(0)
-    n, places = 20_000, 16 if dtype is torch.bfloat16 else 13  # number of bits that are cut off
-    anything = torch.randint(-(2**31), 2**31, (n,), generator=random).int().view(torch.float32)
-    inside = torch.randn(n, generator=random) * torch.empty(n).uniform_(-18, 12, generator=random).exp()
-    ties = (inside.to(dtype).float().view(torch.int32) + (1 << places - 1)).view(torch.float32)
-    master = torch.cat([anything, inside, ties, torch.tensor([3.4e38, -3.4e38, 65519.0, 65520.0, float("inf"), -0.0])])
-    expected, zeros = master.to(dtype), torch.zeros_like(master)
-    page, parts = {"master": master, "exp_avg": zeros, "exp_avg_sq": zeros}, [ParamRange(0, len(master), STILL, 1)]
-    assert (expected.isinf() & master.isfinite()).any()
-    for kernel in compiled_kernels():
-        assert_same(updated(kernel, (page, zeros), parts, states="fp32", wanted=dtype)[-1:], [expected])
+def test_every_16_bit_gradient_is_read_and_weights_are_rounded_to_nearest_even() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        grad = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+        grad = grad[grad.isfinite()]
+        zeros = torch.zeros_like(grad, dtype=torch.float32)
+        page, parts = dict.fromkeys(KINDS, zeros), [ParamRange(0, grad.numel(), STILL, 1)]
+        for kernel in compiled_kernels():
+            read = updated(kernel, (page, grad), parts, states="fp32", given=dtype, scale=1.0)[1]
+            assert torch.equal(read, grad.float())
+        random = torch.Generator().manual_seed(0)
+        n, places = 20_000, 16 if dtype is torch.bfloat16 else 13  # number of bits that are cut off
+        anything = torch.randint(-(2**31), 2**31, (n,), generator=random).int().view(torch.float32)
+        inside = torch.randn(n, generator=random) * torch.empty(n).uniform_(-18, 12, generator=random).exp()
+        ties = (inside.to(dtype).float().view(torch.int32) + (1 << places - 1)).view(torch.float32)
+        master = torch.cat(
+            [anything, inside, ties, torch.tensor([3.4e38, -3.4e38, 65519.0, 65520.0, float("inf"), -0.0])]
+        )
+        expected, zeros = master.to(dtype), torch.zeros_like(master)
+        page, parts = {"master": master, "exp_avg": zeros, "exp_avg_sq": zeros}, [ParamRange(0, len(master), STILL, 1)]
+        assert (expected.isinf() & master.isfinite()).any()
+        for kernel in compiled_kernels():
+            assert_same(updated(kernel, (page, zeros), parts, states="fp32", wanted=dtype)[-1:], [expected])
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.7, 1e-15, 1e-25])

@@ -219,7 +219,8 @@ class Watch:
             return
         self.files = None  # the calls below open nothing of interest
         path = os.fsdecode(arguments[0])
-        path = os.path.abspath(path) if files.links else os.path.realpath(path)
+        follows = not (files.links or (arguments[2] or 0) & os.O_NOFOLLOW)
+        path = os.path.realpath(path) if follows else os.path.abspath(path)
         code = (sys.prefix, sys.base_prefix, os.path.dirname(sys.modules["offload_trainer"].__path__[0]))
         machine = ("/proc/sys/kernel/random/boot_id", "/sys/devices/system/node/")  # read once by each process
         known = path.startswith((*code, *machine))

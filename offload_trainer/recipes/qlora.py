@@ -2,7 +2,6 @@
 # run:    python configs/qlora.py --model Qwen/Qwen3-8B --data chat.jsonl --nvme /mnt/ssd
 # Each line of the data has `messages` with role and content, or a `text`. It prints its plan before it loads the base.
 # Every field of TRL's SFTConfig is a flag. It needs pip install 'offload-trainer[hf,qlora]'; the same command resumes.
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,9 +56,9 @@ def main() -> None:
     output = Path(arguments.output_dir)
     trainer.train(resume_from_checkpoint=any(output.glob("checkpoint-*/trainer_state.json")))
     trainer.save_model(output / "adapters")
-    if given.merge:
-        shutil.rmtree(output / "merged", ignore_errors=True)
-        session_of(trainer.model).export(output / "merged", dtype=given.dtype)
+    merged = output / f"merged-{trainer.state.global_step}"
+    if given.merge and not merged.exists():
+        session_of(trainer.model).export(merged, dtype=given.dtype)
 
 
 if __name__ == "__main__":

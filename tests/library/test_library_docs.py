@@ -255,9 +255,9 @@ def test_qlora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy_and_run("qlora", chats(), tmp_path, monkeypatch, ["--learning_rate", "1e-2", "--merge"])
     assert_same(*(load_file(f"{name}/adapters/adapter_model.safetensors") for name in ("parted", "whole")))
     before, merged = (
-        AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) for name in ("model", "whole/merged")
+        AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) for name in ("model", "whole/merged-4")
     )
     weight = before.model.layers[0].mlp.up_proj.weight.clone()
     PeftModel.from_pretrained(before, "whole/adapters")
     assert not torch.equal(merged.model.layers[0].mlp.up_proj.weight, weight)
-    assert "rounded to nf4" in Path("whole/merged/README.md").read_text()
+    assert "rounded to nf4" in Path("whole/merged-4/README.md").read_text()

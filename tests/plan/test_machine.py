@@ -451,8 +451,8 @@ def test_without_a_usable_triton_plan_and_doctor_work(
     assert f"it cannot store optimizer state: {type(error).__name__}: {error}" in capsys.readouterr().out
 
 
-def test_cuda_variables_are_set_before_its_start_unless_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
+def test_variables_of_libraries_are_set_before_their_start_unless_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_WAIT_POLICY")
 
     def prepared(**environment: str) -> list[str | None]:
         monkeypatch.setattr(process_setup, "end_without_launcher", lambda say: None)
@@ -463,10 +463,10 @@ def test_cuda_variables_are_set_before_its_start_unless_the_user_has(monkeypatch
 
     # Both names are set: torch 2.9 and later read the first, and warn if they must read the second.
     grows = "expandable_segments:True"
-    assert prepared() == [grows, grows, "32"]
+    assert prepared() == [grows, grows, "32", "passive"]
     own = "max_split_size_mb:128"
-    assert prepared(PYTORCH_ALLOC_CONF=own) == [own, None, "32"]
-    assert prepared(PYTORCH_CUDA_ALLOC_CONF=own, CUDA_DEVICE_MAX_CONNECTIONS="1") == [None, own, "1"]
+    assert prepared(PYTORCH_ALLOC_CONF=own, OMP_WAIT_POLICY="active") == [own, None, "32", "active"]
+    assert prepared(PYTORCH_CUDA_ALLOC_CONF=own, CUDA_DEVICE_MAX_CONNECTIONS="1") == [None, own, "1", "passive"]
 
 
 @pytest.mark.parametrize("words", [["train.deterministic=true"], []])

@@ -412,7 +412,7 @@ COMMANDS = {
             ),
             "--explain": _switch("show every item, phase, update schedule and rejected placement"),
             "--nodes": _value("K", "plan for K machines with --gpus ranks each", type=_NODES),
-            "--parallel": _switch("compare ways to parallelise a step over the ranks: ZeRO, tensor, sequence"),
+            "--parallel": _switch("compare ways to parallelise a step over the ranks: ZeRO, tensor, pipeline"),
         },
         _PLANNED,
         "Writes nothing. Exit code 0: the run fits; 2: it does not fit, or the configuration is wrong.",

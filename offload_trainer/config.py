@@ -251,13 +251,11 @@ class SaveSection(_Section):
 
 
 class ParallelSection(_Section):
-    """Tensor, sequence and pipeline parallelism; `plan --parallel` compares them with data parallelism."""
+    """Tensor and pipeline parallelism; `plan --parallel` compares them with data parallelism."""
 
     tensor: PositiveInt = 1
     """deepspeed only: ranks that share each product of a block, by AutoTP with ZeRO-1 and weights on the GPU, for
     architectures with a tensor-parallel plan in transformers"""
-    sequence: PositiveInt = 1
-    """tiered only: ranks that share each row (Ulysses); refused for models whose results a trial shows to change"""
     pipeline: PositiveInt | Auto = 1
     """tiered only: ranks of a node that compute one model together, with one rank's bits. auto: all of a node if
     faster, with as many times --accumulate for the same rows a step"""

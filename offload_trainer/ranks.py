@@ -1,4 +1,4 @@
-"""Ranks of a run: joining them, and collectives (barrier, broadcast, all_gather, all_to_all) of tensors and values.
+"""Ranks of a run: joining them, and collectives (barrier, broadcast, all_gather) of tensors and values.
 
 With a single process most of these functions return immediately. A rank that fails prints its error and exits; the
 others see its connections close and exit silently with `LOST`. Tensors in host memory travel by gloo, those on GPUs by
@@ -452,21 +452,6 @@ def all_gather_parts(values: torch.Tensor, number: int, *, group: Any) -> None:
         return
     with _as_peer_failure():
         dist.all_gather_into_tensor(parts, parts.chunk(dist.get_world_size(group))[number], group=group)
-
-
-def all_to_all(parts: torch.Tensor, *, group: Any) -> torch.Tensor:
-    """Send `parts[i]` to rank i of the group; return a tensor of the same shape whose part i came from rank i.
-
-    `parts` must be contiguous. On a GPU the operation is queued on the current stream.
-    """
-    received = torch.empty_like(parts)
-    if isinstance(group, Group):
-        received[group.number] = parts[group.number]
-        group.exchange(list(parts.flatten(1)), list(received.flatten(1)))
-        return received
-    with _as_peer_failure():
-        dist.all_to_all_single(received.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8), group=group)
-    return received
 
 
 def all_reduce(values: torch.Tensor, *, group: Group) -> None:

@@ -244,21 +244,6 @@ class Batch:
         """Number of targets that are counted in the loss."""
         return int((self.targets != IGNORED).sum())
 
-    def piece(self, number: int, *, of: int) -> Batch:
-        """Return one of `of` equal pieces along the sequence, with its positions in the row and a seed of its own."""
-        if of == 1:
-            return self
-        assert self.positions is None, "rows of several documents"
-        rows, length = self.inputs.shape[0], self.inputs.shape[1] // of
-        here = slice(number * length, (number + 1) * length)
-        return Batch(
-            self.inputs[:, here],
-            self.targets[:, here],
-            self.data_position,
-            seed=forward_seed(self.seed, first=number),
-            positions=torch.arange(here.start, here.stop).expand(rows, -1),
-        )
-
     def arguments(self, place: torch.device, *, training: bool) -> tuple[Any, ...]:
         """Return the arguments of a loss (model/loss.py) on device `place`: inputs, targets, seed, count, positions."""
         positions = None if self.positions is None else _copied(self.positions, place)

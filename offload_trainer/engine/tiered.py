@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from offload_trainer.config import OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.model.attention import share_rows
 from offload_trainer.model.breadth_first import BreadthFirst
 from offload_trainer.model.init_weights import parameters_without_memory, set_buffer, without_values
 from offload_trainer.model.loader import ModelSource
@@ -42,7 +40,7 @@ from offload_trainer.plan.tiered.spec import TierSizes, gradient_ring, layouts_o
 from offload_trainer.plan.tiered.weight_streaming import block_numbers
 from offload_trainer.plan.tiers import DEVICE, Placement, TierKind
 from offload_trainer.plan.workload import Workload
-from offload_trainer.ranks import all_gather_json, all_to_all, group_of
+from offload_trainer.ranks import all_gather_json
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.storage.transfer import Transfers
 from offload_trainer.telemetry.meters import PhaseClock
@@ -55,8 +53,7 @@ _RECENT, _AT_MOST = 8, 2  # recent steps, and how many of them may have been cli
 class TieredEngine:
     """An engine that trains `source` with its state on the device, in RAM and in the private directories `drives`.
 
-    `rank` and `world` count data-parallel ranks: ranks that share rows (`work.sequence`, `work.pipeline`) have the same
-    `rank`.
+    `rank` and `world` count data-parallel ranks: the ranks of a pipeline have the same `rank`.
     """
 
     def __init__(
@@ -81,10 +78,9 @@ class TieredEngine:
             parts = open_parts(work, placement, sizes, drives, stack=stack, say=say)
             self._place, self._overlaps, self._hidden = parts.device.place, parts.sizes.overlap, 0.0
             self._overlaps_backward, self._surprises = parts.sizes.ahead, deque[bool](maxlen=_RECENT)
-            self._node, self._together = parts.node, work.sequence
+            self._node = parts.node
             self._pipeline, self._computes_loss = work.pipeline, work.owners[-1]  # ranks of each, and one of them
-            each = work.sequence * work.pipeline
-            self.rank, self.world = self._node.rank // each, self._node.world // each
+            self.rank, self.world = self._node.rank // self._pipeline, self._node.world // self._pipeline
             context = parameters_without_memory()
             self._module = source.build(dtype=self._dtype, context=context, checkpointed=work.checkpointed)
             parameters = without_values(self._module.model, dtype=self._dtype, place=self._place, separate=True)
@@ -98,10 +94,6 @@ class TieredEngine:
             self.snapshot, self.load = self.offloaded.snapshot, self.offloaded.load
             if tier := work.inputs_away:
                 self.offloaded.keep_inputs(inputs_of(work), on_drives=tier == TierKind.DRIVES)
-            if self._together > 1:  # sequence parallelism: neighbouring ranks share rows
-                firsts = range(0, self._node.world, self._together)
-                group = group_of([range(n, n + self._together) for n in firsts], gpus=self._place.type == "cuda")
-                share_rows(self._module.model, partial(all_to_all, group=group), count=self._together)
             self._breadth_first: BreadthFirst | None = None
             cuts = None
             if self._pipeline > 1:
@@ -125,15 +117,11 @@ class TieredEngine:
         """Return whether few steps are clipped or skipped, which wastes early updates and moves their bytes again."""
         return sum(self._surprises) <= _AT_MOST
 
-    def _piece(self, batch: Batch) -> Batch:
-        return batch.piece(self._node.rank % self._together, of=self._together)
-
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def train_step(self, batches: Sequence[Batch], *, lr: float, clock: PhaseClock) -> StepResult:
         self._module.train()
         self._updating = False
-        batches = [self._piece(batch) for batch in batches]
         scale = self.offloaded.loss_scale.value
         rule, group = self.offloaded.store.format.rule, dict(self._optim) | {"lr": lr, **MUON_SETTINGS}
         rules = hypers_of(rule, group, self._decayed) | hypers_of(rule, group | {"weight_decay": 0.0}, self._plain)
@@ -159,7 +147,7 @@ class TieredEngine:
     def _accumulate(self, batches: Sequence[Batch], *, scale: float, clock: PhaseClock) -> list[torch.Tensor]:
         """Run forward and backward of a step's micro-batches; return their weighted losses."""
         counts = self._of_all([batch.counted for batch in batches])
-        weights = weights_in_step(counts)[self._node.rank // self._pipeline :: self._node.world // self._pipeline]
+        weights = weights_in_step(counts)[self.rank :: self.world]
         if self._breadth_first is not None:
             given = [batch.arguments(self._place, training=True) for batch in batches]
             factors = [scale * weight / len(counts) for weight in weights]
@@ -250,14 +238,8 @@ class TieredEngine:
                 if self._cuts.here(self._cuts.blocks):
                     loss = float(self._module.of(output, targets, count))
             return float(self._of_all([loss])[self.rank])
-        piece = self._piece(batch)
         with self.offloaded.forward(then=False):
-            loss = float(self._module(*piece.arguments(self._place, training=False)))
-        if self._together == 1:
-            return loss
-        first = self.rank * self._together
-        losses = self._of_all([loss * piece.counted])[first : first + self._together]
-        return sum(losses) / max(1, batch.counted)
+            return float(self._module(*batch.arguments(self._place, training=False)))
 
     def commit(self, train: Mapping[str, int]) -> None:
         """Record the training loop's state with the page files, after each step (`ManifestWriter.commit`)."""

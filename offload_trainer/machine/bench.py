@@ -7,8 +7,8 @@ since some drives store zeros without writing them. The reported rate covers the
 in the drive shrinks as more is written.
 
 Links are timed by one process per rank, with all ranks active. With GPUs each rank uses one; copies are from and to
-pinned memory, and all-gather and all-to-all are NCCL's. Without GPUs, host memory replaces device memory and gloo
-replaces NCCL. A rate is the slowest rank's, since all ranks wait for it.
+pinned memory, and the all-gather is NCCL's. Without GPUs, host memory replaces device memory and gloo replaces NCCL. A
+rate is the slowest rank's, since all ranks wait for it.
 """
 
 import itertools
@@ -517,18 +517,13 @@ def run_rank(rank: int, ranks: int, folder: Path) -> None:
         how = f"{format_bytes(size)} by each of {ranks} ranks at once, the slowest, median of {_TIMES}"
         return Rate(size / once, "measured", f"{how}; one alone: {size / alone / 1e9:.3g} GB/s")
 
-    def joined(work: Callable[[], object], what: str) -> Rate:
-        moved = whole - part
-        how = f"{format_bytes(moved)} to each of {ranks} ranks, {'NCCL' if gpu else 'gloo'}, median of {_TIMES}"
-        return Rate(moved / seconds(work), "measured", f"{what}, {how}")
-
-    parts = device[:whole].view(ranks, part)
+    taken = seconds(lambda: all_ranks.all_gather_parts(device[:whole], rank, group=between))
+    how = f"{format_bytes(whole - part)} to each of {ranks} ranks, {'NCCL' if gpu else 'gloo'}, median of {_TIMES}"
     found = Links(
         ranks=ranks,
         to_device_at_once=copied(lambda: device.copy_(host, non_blocking=True)),
         from_device_at_once=copied(lambda: host.copy_(device, non_blocking=True)),
-        all_gather=joined(lambda: all_ranks.all_gather_parts(device[:whole], rank, group=between), "all-gather"),
-        all_to_all=joined(lambda: all_ranks.all_to_all(parts, group=between), "all-to-all"),
+        all_gather=Rate((whole - part) / taken, "measured", f"all-gather, {how}"),
     )
     if rank == 0:
         (folder / "links.json").write_text(json.dumps(asdict(found)))

@@ -31,7 +31,7 @@ from offload_trainer.model.init_weights import initial_weights, meta_model, para
 from offload_trainer.model.loss import CausalLoss, adds_router_loss
 from offload_trainer.model.presets import PRESETS, local_directory
 from offload_trainer.model.pretrained import OpenedWeights, opened_weights, persistent_buffers
-from offload_trainer.model.probes.rows import refuse_crossing, refuse_pieces
+from offload_trainer.model.probes.rows import refuse_crossing
 from offload_trainer.model.shape import block_names, model_shape
 from offload_trainer.plan.planner import checkpointed_blocks
 from offload_trainer.plan.shape import ModelShape
@@ -183,14 +183,12 @@ def resolve_model(
     *,
     seed: int,
     packed: bool = False,
-    pieces: bool = False,
     image_patches: Patches = 0,
 ) -> ModelSource:
     """Find the model that `section.name` refers to.
 
     `packed` is for rows of several documents: their memory is counted, and a model in which documents would influence
-    each other is refused. `pieces` is for rows divided among ranks: a model that would compute another result is
-    refused. `image_patches`: patches of the images in each row, or "auto"; 0 if rows hold text alone.
+    each other is refused. `image_patches`: patches of the images in each row, or "auto"; 0 if rows hold text alone.
 
     Raises UserError for an unknown model or configuration key, and for weights that do not fit.
     """
@@ -231,8 +229,6 @@ def resolve_model(
         )
     if packed:
         refuse_crossing(model)
-    if pieces:
-        refuse_pieces(model)
     notes: list[str] = []
     if directory is not None and not random:
         for name in _BESIDE:

@@ -8,33 +8,29 @@ takes as many times the bytes of a reduction as a node has ranks.
 
 Of pipelines only the ranks that compute a unit, one of each, exchange its gradients and have barriers for it.
 
-Stock ZeRO, tensor and sequence parallelism have N = T S D ranks: T ranks share each matrix product of a block (tensor),
-S the tokens of each row (sequence), D have different rows (data). A rank has W weights of e bytes. Z = D S ranks have
-the same weights, and ZeRO partitions over them. Each of D takes M micro-batches of t tokens per step. There are h
-hidden elements; r(n) = (n - 1) / n. Each GPU sends, and receives, this many bytes in a step:
+Stock ZeRO and tensor parallelism have N = T D ranks: T ranks share each matrix product of a block (tensor), D have
+different rows (data). A rank has W weights of e bytes. ZeRO partitions over the D ranks with the same weights. Each
+takes M micro-batches of t tokens per step. There are h hidden elements; r(n) = (n - 1) / n. Each GPU sends, and
+receives, this many bytes in a step:
 
-    ZeRO-1      r(Z) e W of gradients once (reduce-scatter), r(Z) e W of new weights (all-gather)
-    ZeRO-2      M r(Z) e W of gradients, r(Z) e W of new weights. Twice the gradients if DeepSpeed all-reduces whole
+    ZeRO-1      r(D) e W of gradients once (reduce-scatter), r(D) e W of new weights (all-gather)
+    ZeRO-2      M r(D) e W of gradients, r(D) e W of new weights. Twice the gradients if DeepSpeed all-reduces whole
                 buckets (0.19.8, stage_1_and_2.py, `average_tensor`), which engine/deepspeed.py avoids
-    ZeRO-3      3 M r(Z) e W: all-gather in forward and backward, reduce-scatter (Rajbhandari et al. 2020, section 7),
+    ZeRO-3      3 M r(D) e W: all-gather in forward and backward, reduce-scatter (Rajbhandari et al. 2020, section 7),
                 less what DeepSpeed does not gather again (`gathered` in plan/deepspeed.py)
     tensor      2 r(T) e t h for each all-reduce, M times. The forward has 2 per block (Shoeybi et al. 2019, section 3).
                 The backward has one per column-split product, since DeepSpeed's AutoTP reduces each product's input
                 gradient separately (Megatron: 2). Recomputation adds 1, as it stops at the last tensor that autograd
                 saves
-    sequence    r(S) e t / S for each element of queries, keys, values and results of all heads, M times in each of
-                forward, backward and recomputation (DeepSpeed Ulysses, Jacobs et al. 2023, section 3.2)
 
-Ranks of a tensor group are adjacent; then come those of a sequence, and of data. A ring that spans nodes enters and
-leaves each node once, and a node is crossed by as many rings as the rank distance within a group. ZeRO's collectives
-overlap matrix products (those of ZeRO-1 only the last micro-batch's, which the plan does not tell apart); those of
-tensor and sequence do not overlap.
+Ranks of a tensor group are adjacent; then come those of data. A ring that spans nodes enters and leaves each node once,
+and a node is crossed by as many rings as the rank distance within a group. ZeRO's collectives overlap matrix products
+(those of ZeRO-1 only the last micro-batch's, which the plan does not tell apart); those of tensor do not overlap.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from offload_trainer.plan.machine import MachineProfile, Rate
 from offload_trainer.plan.shape import ModelShape, Weight
@@ -152,11 +148,11 @@ def _over_network(ways: tuple[int, int], machine: MachineProfile, *, phase: str)
 
 def _between_gpus(size: int, machine: MachineProfile, *, phase: str, what: str) -> Bound:
     """Return the bound of `size` bytes over the links between GPUs, or through host memory if there are none."""
-    rate = machine.links.between_gpus or machine.links.all_to_all or machine.rates.both_ways
+    rate = machine.links.between_gpus or machine.links.all_gather or machine.rates.both_ways
     return Bound(phase, _over(size, rate), f"{format_bytes(size)} {what}", "gpus")
 
 
-# -- collectives of stock ZeRO, of tensor and of sequence parallelism
+# -- collectives of stock ZeRO and of tensor parallelism
 
 
 @dataclass(frozen=True)
@@ -168,24 +164,18 @@ class Collective:
     count: int  # number of collectives
     group: int  # ranks per group
     stride: int  # rank distance between neighbours of a group
-    kind: Literal["ring", "all-to-all"] = "ring"
     hides: bool = False  # it overlaps the phase's products
 
     def network(self, here: int) -> float:
         """Return the bytes each way through the network of a node with `here` ranks."""
-        if self.group * self.stride <= here:
-            return 0.0
-        inside = max(1, here // self.stride)  # ranks of one group on the node
-        if self.kind == "all-to-all":
-            return self.bytes * here * (self.group - inside) / (self.group - 1)
-        return self.bytes * min(self.stride, here)
+        return self.bytes * min(self.stride, here) if self.group * self.stride > here else 0.0
 
 
 def zero_collectives(
     work: Workload, *, stage: int, trained: float, gathered: Mapping[str, int]
 ) -> Iterator[Collective]:
     """Yield ZeRO's collectives of a rank with `trained` trained weights; `gathered`: by ZeRO-3, in each phase."""
-    alike = work.data * work.sequence  # ranks with the same weights
+    alike = work.data  # ranks with the same weights
     if alike == 1:
         return
     size, micro, stride = (alike - 1) / alike * work.item_bytes, work.accumulate, work.tensor
@@ -205,25 +195,9 @@ def tensor_collectives(work: Workload) -> Iterator[Collective]:
     if work.tensor == 1:
         return
     again, blocks = int(work.checkpointed > 0), work.accumulate * work.shape.layers
-    each = 2 * (work.tensor - 1) / work.tensor * work.item_bytes * work.micro_batch * work.length * work.shape.hidden
+    each = 2 * (work.tensor - 1) / work.tensor * work.item_bytes * work.micro_batch * work.seq_len * work.shape.hidden
     for phase, count in (("forward", 2), ("backward", column_products(work.shape) + again)):
         yield Collective(phase, blocks * count * each, blocks * count, work.tensor, 1)
-
-
-def all_to_alls(work: Workload) -> Iterator[Collective]:
-    """Yield the all-to-alls of sequence parallelism on each rank.
-
-    Queries, keys, values and results of attention pass through them (`model/attention.py`). Buffers during the
-    all-to-alls are smaller than what an MLP needs (tests/plan/test_gpu_bytes.py).
-    """
-    if work.sequence == 1:
-        return
-    each = (work.sequence - 1) / work.sequence * work.item_bytes * work.micro_batch * work.length
-    each *= work.shape.attention_elements * (2 + 2 * work.shape.sent_keys(work.sequence)) / 4
-    layers = work.shape.layers
-    for phase, blocks in (("forward", layers), ("backward", layers + work.checkpointed)):
-        times = 4 * work.accumulate * blocks
-        yield Collective(phase, times * each, times, work.sequence, work.tensor, "all-to-all")
 
 
 def link_seconds(one: Collective, machine: MachineProfile, *, here: int) -> float | None:
@@ -232,8 +206,7 @@ def link_seconds(one: Collective, machine: MachineProfile, *, here: int) -> floa
     Transfers within a node and between nodes overlap. Within a node this uses the machine's rate between GPUs, else
     the benchmark's rate of collectives, else copies through host memory.
     """
-    measured = machine.links.all_gather if one.kind == "ring" else machine.links.all_to_all
-    inside = machine.links.between_gpus or measured or machine.rates.both_ways
+    inside = machine.links.between_gpus or machine.links.all_gather or machine.rates.both_ways
     ways = (one.bytes * (here > 1), inside), (one.network(here), machine.links.network)
     if any(size and rate is None for size, rate in ways):
         return None
@@ -263,16 +236,14 @@ def zero_bounds(moved: Iterable[Collective], machine: MachineProfile, *, here: i
 # -- what a rank of a group has ---------------------------------------------------------------------------------------
 
 
-def refusal(shape: ModelShape, *, tensor: int = 1, sequence: int = 1, seq_len: int = 0) -> str:
-    """Return why the model or its rows of `seq_len` tokens cannot be divided, or "" if they can."""
+def refusal(shape: ModelShape, *, tensor: int) -> str:
+    """Return why the products of a model cannot be divided over `tensor` ranks, or "" if they can."""
     if tensor > 1 and any(weight.block and len(weight.shape) > 2 for weight in shape.weights):
         return "its experts are stored in one tensor, which cannot be split by rows or columns"
-    if shape.heads % (tensor * sequence):
-        return f"{shape.heads} attention heads are not a multiple of {tensor * sequence}"
+    if shape.heads % tensor:
+        return f"{shape.heads} attention heads are not a multiple of {tensor}"
     if shape.key_heads % tensor:
         return f"{shape.key_heads} key-value heads are not a multiple of {tensor}"
-    if seq_len % sequence:
-        return f"rows of {seq_len} tokens are not a multiple of {sequence}"
     return ""
 
 

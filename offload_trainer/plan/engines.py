@@ -96,7 +96,6 @@ def _settings_of_others(engine: Engine, config: TrainConfig) -> list[str]:
             "optim.master_dtype": (optim.master_dtype != "fp32", ""),
             "optim.name": (optim.name != "adamw", ""),
             "optim.kernel": (optim.kernel != "auto", ""),
-            "parallel.sequence": (config.parallel.sequence > 1, ""),
             "parallel.pipeline": (config.parallel.pipeline != 1, ""),
         }
     for setting, (is_set, fix) in settings.items():

@@ -120,7 +120,6 @@ class Links:
     to_device_at_once: Rate | None = None  # bytes/s into each device from pinned memory, while all copy
     from_device_at_once: Rate | None = None  # bytes/s from each device into pinned memory, while all copy
     all_gather: Rate | None = None  # bytes/s that each device receives from the other ranks
-    all_to_all: Rate | None = None  # bytes/s that each device receives, with a different part from each rank to each
 
 
 @exact_record
@@ -219,7 +218,7 @@ def describe_rates(machine: MachineProfile) -> str:
 
 def describe_links(links: Links) -> list[str]:
     """Return the rates between ranks as text, one line each, with where each is from."""
-    names = ("between_gpus", "network", "to_device_at_once", "from_device_at_once", "all_gather", "all_to_all")
+    names = ("between_gpus", "network", "to_device_at_once", "from_device_at_once", "all_gather")
     found = [line for name in names for line in _line_of(name.replace("_", " "), getattr(links, name), 1e9, "GB/s")]
     return [*found, *_line_of("small messages in turn", links.message, 1e3, "k messages/s")]
 

@@ -69,11 +69,6 @@ def activation_items(
     counted = shape.on_gpu if gpu else shape.on_cpu
     pieces = loss_pieces(shape.vocabulary, chunk=work.loss_chunk, gpu=gpu)
     of_rank = counted or estimated(shape, work.item_bytes, pieces=pieces)
-    if work.sequence > 1:
-        # Attention keeps a second copy of its result, and replicates keys and values until their heads are a multiple.
-        own = shape.key_heads / shape.heads if shape.heads and shape.key_heads else 1.0
-        kept_elements = shape.attention_elements * (1 + 2 * max(0.0, shape.sent_keys(work.sequence) - own))
-        of_rank = in_pieces(of_rank, ranks=work.sequence, more=work.item_bytes * kept_elements)
     if work.tensor > 1:
         of_rank = divided(of_rank, work.tensor)
     if shape.images:
@@ -254,7 +249,7 @@ def peak_of(
     for the embedding's. `tied_sum`: bytes of the sum of both, if one parameter serves both uses: autograd adds to a new
     tensor. A run of the tiered engine has a parameter for each use, and adds in place.
     """
-    rows, length, chunk, micro_batches = work.micro_batch, work.length, work.loss_chunk, work.side_by_side
+    rows, length, chunk, micro_batches = work.micro_batch, work.seq_len, work.loss_chunk, work.side_by_side
     checkpointed = len(counted.blocks) if work.checkpointed == work.shape.layers else work.checkpointed
 
     def most(moments: Iterable[Growth]) -> int:
@@ -312,27 +307,6 @@ def peak_of(
     last = most(counted.embedding) + micro_batches * (waiting + seen) + alike + tied_sum
     peaks += [Peak(0, last, "in the embedding's backward")] if rank == 0 else []
     return max(peaks, key=lambda peak: peak.bytes)
-
-
-def in_pieces(counted: Activations, *, ranks: int, more: float) -> Activations:
-    """Return the moments of one of `ranks` sequence-parallel ranks, for rows as long as its piece.
-
-    Attention is fused, so terms of token pairs are masks, which cover whole rows and exist once. `more` is the bytes
-    per token that attention keeps in addition until its block's backward.
-    """
-
-    def changed(one: Growth) -> Growth:
-        square = (one.square + one.pair) * ranks**2
-        return replace(one, position=0.0, token=one.token + one.position, square=square, pair=0.0)
-
-    return replace(
-        counted,
-        before=changed(counted.before),
-        kinds=tuple(kind.each(lambda growth: changed(growth) + Growth(token=more)) for kind in counted.kinds),
-        norm=counted.norm.each(changed),
-        head=counted.head.each(changed),
-        embedding=tuple(map(changed, counted.embedding)),
-    )
 
 
 def divided(counted: Activations, tensor: int) -> Activations:

@@ -333,7 +333,6 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
         checkpoints=None if not saves else 0 if config.save.every == 0 else config.save.keep,
         nodes=nodes,
         tensor=config.parallel.tensor,
-        sequence=config.parallel.sequence,
         pipeline=pipeline,
     )
 

@@ -230,16 +230,6 @@ class ModelShape:
         return max(weight.numel for weight in self.weights)
 
     @property
-    def attention_elements(self) -> float:
-        """Return the elements per token of attention's output."""
-        return max(self.attention, default=0) / 2 or self.hidden
-
-    def sent_keys(self, ranks: int) -> float:
-        """Return the elements of keys (and of values) that `ranks` of a sequence send, per element of queries."""
-        known = self.heads and self.key_heads
-        return min(1.0, math.lcm(self.key_heads, ranks) / self.heads) if known else 1.0
-
-    @property
     def widths(self) -> int:
         """Return the input and output elements per token of all matrix products in the blocks.
 

@@ -247,7 +247,7 @@ def _seconds_of_token(work: Workload, machine: MachineProfile) -> tuple[float, f
     if timed is None:
         return None
     again, forward, backward = _work_of_token(work)
-    seconds = partial(_seconds, machine=machine, timed=timed, tokens=work.micro_batch * work.length)
+    seconds = partial(_seconds, machine=machine, timed=timed, tokens=work.micro_batch * work.seq_len)
     return seconds(forward, phase="forward"), seconds(again, phase="forward") + seconds(backward, phase="backward")
 
 
@@ -258,7 +258,7 @@ def _longer_in_turn(work: Workload, machine: MachineProfile, forward: float, bac
     """
     outside = replace(work, shape=work.shape.without(set(work.shape.blocks)))
     _, head = _seconds_of_token(outside, machine) or (0.0, 0.0)
-    tokens = work.micro_batch * work.length * (1 if machine.gpu is not None else work.here)  # ranks share a CPU
+    tokens = work.micro_batch * work.seq_len * (1 if machine.gpu is not None else work.here)  # ranks share a CPU
     each, size = tokens / len(work.shape.blocks), work.hidden_bytes
     seconds = pipeline_seconds(
         work.owners,
@@ -335,7 +335,7 @@ def _work_of_token(work: Workload) -> list[dict[str, float]]:
         recomputed = recomputed.without(recomputed.images.frozen(recomputed.weights))
     if count:
         again.append(of_blocks(recomputed))
-    if work.micro_batch * work.length > work.loss_chunk:
+    if work.micro_batch * work.seq_len > work.loss_chunk:
         again.append(head)
     every = again, forward, [backward]
     return [{name: sum(part.get(name, 0.0) for part in parts) for name in _COUNTS} for parts in every]

@@ -29,7 +29,6 @@ class Workload:
     checkpoints: int | None  # number kept on the output's drive; 0: export weights at the end instead; None: neither
     nodes: int = 1  # each with the same number of ranks
     tensor: int = 1  # tensor-parallel ranks, which compute the same rows
-    sequence: int = 1  # sequence-parallel ranks, each with a piece of every row
     pipeline: int = 1  # ranks that compute the same rows, each its units of the model (`owners`)
     breadth_first: bool = False  # all micro-batches pass through a block before any enters the next block
     keeps_heap: bool = False  # malloc keeps freed host memory for reuse, as far as the plan counts it
@@ -62,7 +61,7 @@ class Workload:
     @property
     def data(self) -> int:
         """Return the number of data-parallel groups, each with different rows."""
-        return self.world // (self.tensor * self.sequence * self.pipeline)
+        return self.world // (self.tensor * self.pipeline)
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -75,19 +74,14 @@ class Workload:
         return (*ranks[:-1], 0 if tied else ranks[-1])
 
     @property
-    def length(self) -> int:
-        """Return the tokens of a row that one rank computes."""
-        return self.seq_len // self.sequence
-
-    @property
     def added(self) -> int:
-        """Return how many gradients of each weight a step sums, over micro-batches, data and sequence ranks."""
-        return self.accumulate * self.data * self.sequence
+        """Return how many gradients of each weight a step sums, over micro-batches and data-parallel ranks."""
+        return self.accumulate * self.data
 
     @property
     def hidden_bytes(self) -> int:
         """Return the bytes of a block's input, which are those of its output, for a micro-batch on one rank."""
-        return self.item_bytes * self.micro_batch * self.length * self.shape.hidden
+        return self.item_bytes * self.micro_batch * self.seq_len * self.shape.hidden
 
     @property
     def tokens(self) -> int:

@@ -53,7 +53,7 @@ STEERING = {
     "optim": tuple(key for key in OptimSection.model_fields if key not in ("name", "kernel", "on_nonfinite_grad")),
     "train": ("steps", "micro_batch_size", "gradient_accumulation_steps"),
     "placement": ("gpus",),
-    "parallel": ("sequence", "pipeline"),
+    "parallel": ("pipeline",),
 }
 
 

@@ -180,8 +180,7 @@ def model_of(config: TrainConfig) -> Any:
             f"model.base={base} is for adapters, which this command does not train: use the library "
             f"(docs/library.md), ot.load(..., freeze=['.'], base={base!r}), or leave it out"
         )
-    packed, pieces = config.data.packing == "on", config.parallel.sequence > 1
-    source = resolve_model(config.model, seed=config.train.seed, packed=packed, pieces=pieces)
+    source = resolve_model(config.model, seed=config.train.seed, packed=config.data.packing == "on")
     if not source.shape.trainable:
         raise UserError("model.freeze leaves nothing to train")
     refuse_other_losses(source.config)

@@ -111,7 +111,6 @@ _TERMS = f"""
     save.trackers: report_to logger metric_logger log_with logger_name
     save.trackers=wandb: wandb wandb_log use_wandb
     parallel.tensor: tensor_parallel_size tp_size tensor_model_parallel_size tp autotp_size
-    parallel.sequence: context_parallel_size cp_size sp_size sequence_parallel_degree
     parallel.pipeline: pipeline_parallel_size pp_size pipeline_model_parallel_size
     deepspeed.zero_stage: zero_stage zero_optimization.stage
     deepspeed.sub_group_size: stage3_sub_group_size

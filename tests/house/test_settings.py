@@ -139,7 +139,6 @@ def test_all_mistakes_in_one_message(tmp_path: Path) -> None:
         ("parallel.tensor=2 --engine deepspeed --nvme /a --params nvme", "use --params gpu"),
         ("parallel.tensor=2 --engine deepspeed --nvme /a --optimizer nvme", "--optimizer gpu or cpu"),
         ("parallel.tensor=2 --engine deepspeed optim.moment_dtype=8bit", "is untested"),
-        ("parallel.sequence=2 --engine deepspeed", "belongs to --engine tiered, not to deepspeed"),
         ("parallel.pipeline=2 --engine deepspeed", "belongs to --engine tiered, not to deepspeed"),
         ("optim.decay_steps=5", "belongs to optim.schedule=wsd"),
         ("optim.warmup_steps=500", "more than train.steps"),

@@ -1,6 +1,4 @@
-"""Tests of packed rows: each document has the loss and gradients that it has alone, or the model is refused; and of
-which architectures can split rows among ranks.
-"""
+"""Tests of packed rows: each document has the loss and gradients that it has alone, or the model is refused."""
 
 import copy
 from pathlib import Path
@@ -9,27 +7,16 @@ import pytest
 import torch
 from small_architectures import ARCHITECTURES, reference
 from torch.nn import functional
-from transformers import (
-    BloomConfig,
-    FalconConfig,
-    Gemma3TextConfig,
-    Llama4TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
-from offload_trainer.data.rows import IGNORED, Batch, RowReader
+from offload_trainer.data.rows import IGNORED, RowReader
 from offload_trainer.data.tokenfile import TokenFile, write_tokens
 from offload_trainer.errors import UserError
-from offload_trainer.model.attention import DividedAttention
-from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.probes import rows
-from offload_trainer.model.probes.rows import refuse_crossing, refuse_pieces
+from offload_trainer.model.probes.rows import refuse_crossing
 from offload_trainer.settings import load_config
 
 REFUSED = ("opt, whose head calls a part of the body", "falcon-h1, whose head reads a scale of the body")
@@ -154,63 +141,3 @@ def test_masks_are_in_the_plan(tmp_path: Path) -> None:
     kept = counted.kinds[0].kept.at(rows, length) - without.kinds[0].kept.at(rows, length)
     assert 2 * kept == sum(masks.values())
     assert counted.before.pair == 1  # one byte for each pair of a row's tokens
-
-
-# -- rows that ranks share --------------------------------------------------------------------------------------------
-
-CUT = ("gpt2", "llama, untied", "qwen3, tied", "granite, scaled", "mixtral, experts", "qwen2moe, shared expert")
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-UNDIVIDED: dict[str, tuple[PreTrainedConfig, str]] = {
-    "a recurrence": (ARCHITECTURES["falcon-h1, whose head reads a scale of the body"], "in 2 pieces"),
-    "chunks": (Llama4TextConfig(**SIZES, num_key_value_heads=2, head_dim=8), "in 2 pieces .* Leave it out"),
-    "soft-capped": (ARCHITECTURES["gemma2, soft-capped"], "runs with eager attention, and it needs sdpa"),
-    "slopes": (BloomConfig(vocab_size=99, hidden_size=32, n_layer=2, n_head=4), "eager attention"),
-    "its own": (FalconConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4), "its own"),
-    "of length": (LlamaConfig(**SIZES, rope_parameters=DYNAMIC), r"rotary positions \(dynamic\) depend on the length"),
-}
-
-
-@pytest.mark.parametrize("kind", [MistralConfig, Gemma3TextConfig])
-def test_attention_windows_cover_whole_rows(kind: type[PreTrainedConfig], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = meta_model(kind(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=16))
-    refuse_pieces(model)
-    monkeypatch.setattr(DividedAttention, "_seen", lambda *_: None)
-    with pytest.raises(UserError, match="in 2 pieces"):
-        refuse_pieces(model)
-
-
-@pytest.mark.parametrize("name", CUT)
-def test_models_that_mix_tokens_only_in_attention_can_be_divided(name: str) -> None:
-    refuse_pieces(meta_model(ARCHITECTURES[name]))
-
-
-@pytest.mark.parametrize("name", UNDIVIDED)
-def test_other_models_are_refused_by_name(name: str) -> None:
-    config, told = UNDIVIDED[name]
-    model = meta_model(config)
-    with pytest.raises(UserError, match=f"parallel.sequence: .*{type(model).__name__}.*{told}"):
-        refuse_pieces(model)
-
-
-def test_the_routers_loss_is_refused() -> None:
-    model = meta_model(ARCHITECTURES["mixtral, experts"])
-    model.config.output_router_logits = True
-    with pytest.raises(UserError, match="set it to false"):
-        refuse_pieces(model)
-
-
-def test_pieces_of_a_batch_are_its_rows_and_positions_once() -> None:
-    tokens = torch.arange(2 * 13).view(2, 13)
-    targets = tokens[:, 1:].clone()
-    targets[:, 8:] = IGNORED
-    whole = Batch(inputs=tokens[:, :-1], targets=targets, data_position=7, seed=3)
-    pieces = [whole.piece(number, of=3) for number in range(3)]
-    assert torch.equal(torch.cat([piece.inputs for piece in pieces], 1), whole.inputs)
-    assert torch.equal(torch.cat([piece.targets for piece in pieces], 1), whole.targets)
-    places = [piece.positions.tolist() for piece in pieces if piece.positions is not None]
-    assert places == [[list(range(first, first + 4))] * 2 for first in (0, 4, 8)]
-    assert [piece.counted for piece in pieces] == [8, 8, 0]
-    assert {piece.data_position for piece in pieces} == {7}
-    assert len({piece.seed for piece in pieces} | {whole.seed}) == 4  # each piece has its own dropout
-    assert whole.piece(0, of=1) is whole

@@ -391,7 +391,6 @@ SHARED = tuple(replace(one, uses=2) if one.block else one for one in SHAPES["gpt
     [
         ([], 1, {}, r"parallel.pipeline=2: 1 rank\(s\) on a node, and a multiple of 2 is needed \(--gpus\)"),
         ([], 3, {}, r"pipeline=2: 3 rank\(s\) on a node"),
-        (["parallel.sequence=2"], 2, {}, "pipeline=2: parallel.sequence divides rows"),
         (["tiered.overlap=backward"], 4, {}, "pipeline=2 on 4 ranks: it is for one pipeline"),
         (["tiered.micro_batch_order=depth_first"], 2, {}, "which is breadth-first"),
         (["model.activation_checkpointing=off"], 2, {}, "pipeline=2: not all blocks are checkpointed"),

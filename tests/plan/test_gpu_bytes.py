@@ -22,7 +22,6 @@ from transformers import masking_utils
 
 from offload_trainer.config import ModelSection, TrainConfig
 from offload_trainer.model import activations
-from offload_trainer.model.attention import share_rows
 from offload_trainer.model.init_weights import without_values
 from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.model.presets import PRESETS
@@ -62,12 +61,10 @@ MODELS: dict[str, dict[str, Any]] = {
 
 # -- bytes as planned and as torch tracks them -------------------------------------------------------------------------
 
-UNSEEN = ("CUDA context", "reserve", "allocator", "gradients in flight", "NCCL", "broadcasts")  # not visible as tensors
+UNSEEN = ("CUDA context", "reserve", "allocator", "gradients in flight", "broadcasts")  # not visible as tensors
 
 
-def config_of(
-    shape: dict[str, Any], kept: str, *, folder: Path, rows: int, length: int, ranks: int = 1, **model: Any
-) -> TrainConfig:
+def config_of(shape: dict[str, Any], kept: str, *, folder: Path, rows: int, length: int, **model: Any) -> TrainConfig:
     """Return the configuration of a model with the keys `shape` of its config.json, and more keys of `model`.
 
     `kept` is a value of model.activation_checkpointing; after it, " in RAM" offloads the blocks' inputs.
@@ -76,37 +73,28 @@ def config_of(
     checkpointed, _, offloaded = kept.partition(" in ")
     model |= {"activation_checkpointing": checkpointed, "offload_activations": "cpu" if offloaded else "false"}
     words = ["--engine", "tiered", "--params", "gpu", "--optimizer", "cpu", "--ram-fraction", "1", "--save-every", "0"]
-    words += ["--seq-len", str(length), "--micro-batch", str(rows), f"parallel.sequence={ranks}"]
+    words += ["--seq-len", str(length), "--micro-batch", str(rows)]
     words += [f"model.{key}={value}" for key, value in model.items()]
     return load_config(["--model", str(folder), "--scratch", *words])
 
 
 def planned(config: TrainConfig, source: ModelSource, *, session: bool = False) -> int:
-    """Return the planned GPU bytes of one rank, of a run or a session, without those that no tensor shows."""
-    ranks = config.parallel.sequence
-    plan = make_plan(config, source.shape, machine(gpu=10**13, ram=10**13), world=ranks, saves=not session)
+    """Return the planned GPU bytes of a run or a session, without those that no tensor shows."""
+    plan = make_plan(config, source.shape, machine(gpu=10**13, ram=10**13), saves=not session)
     # Offloaded block inputs are freed immediately here; the plan also counts those in transit.
     unseen = (*UNSEEN, "block inputs") if config.model.offload_activations else UNSEEN
-    return sum(item.bytes for item in plan.items if item.tier == "gpu" and item.name not in unseen) // ranks
+    return sum(item.bytes for item in plan.items if item.tier == "gpu" and item.name not in unseen)
 
 
 def tracked(config: TrainConfig, source: ModelSource, *, session: bool = False) -> int:
-    """Return the peak bytes of a micro-batch with the weights, or of a rank's part of it if ranks share rows.
-
-    `session`: the uses of a tied weight share one parameter.
-    """
+    """Return the peak bytes of a micro-batch with the weights; `session`: uses of a tied weight share a parameter."""
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
         # transformers would inspect values that do not exist; rows of consecutive positions are not packed.
         patch.setattr(masking_utils, "find_packed_sequence_indices", lambda *_: None)
         module = source.build(dtype=torch.bfloat16)
         module.train()
         module.summed = partial(module.summed, gpu=True)
-        length, positions = config.data.seq_len, list[torch.Tensor]()
-        if (count := config.parallel.sequence) > 1:
-            share_rows(module.model, torch.empty_like, count=count)
-            length //= count
-            positions.append(torch.zeros(config.train.micro_batch_size, length, dtype=torch.int64))
-        tokens = torch.zeros(config.train.micro_batch_size, length, dtype=torch.int64)
+        tokens = torch.zeros(config.train.micro_batch_size, config.data.seq_len, dtype=torch.int64)
         parameters = without_values(module.model, dtype=torch.bfloat16, place=tokens.device, separate=not session)
         for uses in parameters.values():
             memory, waiting = torch.empty(uses[0].shape, dtype=torch.bfloat16), list[torch.Tensor]()
@@ -118,7 +106,7 @@ def tracked(config: TrainConfig, source: ModelSource, *, session: bool = False) 
         tracker = _Peak()
         tracker.track_external(module, tokens)
         with tracker:
-            module(tokens, tokens, None, tokens.numel(), *positions).backward()
+            module(tokens, tokens, None, tokens.numel()).backward()
         return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
 
 
@@ -162,7 +150,6 @@ def assert_planned(config: TrainConfig, source: ModelSource, *, session: bool = 
     return found
 
 
-_PIECE = {"vocab_size": 300, "length": 512, "loss_chunk": 256}
 CASES: list[tuple[str, str, dict[str, int]]] = [
     ("gpt2", "on", {"loss_chunk": 128}),
     ("gpt2", "1 in RAM", {}),
@@ -180,9 +167,6 @@ LONGER: list[tuple[str, str, dict[str, int]]] = [
     ("prophetnet, whole logits", "off", {"loss_chunk": 128}),
     ("gpt2-xl", "off", {"rows": 4, "length": 1024, "loss_chunk": 1024}),
     ("Llama-3-8B", "on", {"rows": 4, "length": 1024, "loss_chunk": 1024}),
-    # Of one rank, including all-to-alls, which are replaced by copies of the same size
-    ("gpt2", "on", _PIECE | {"ranks": 2}),
-    ("llama, untied", "off", _PIECE | {"ranks": 4}),
 ]
 
 
@@ -193,8 +177,7 @@ LONGER: list[tuple[str, str, dict[str, int]]] = [
 def test_planned_bytes_are_those_that_torch_tracks(name: str, kept: str, more: dict[str, int], tmp_path: Path) -> None:
     """The loss has one or several chunks, and the row a length that was not counted before."""
     size = {"rows": 3, "length": 320, "loss_chunk": 4096} | more
-    shape = MODELS[name] | ({"vocab_size": size.pop("vocab_size")} if "vocab_size" in size else {})
-    config = config_of(shape, kept, folder=tmp_path, **size)
+    config = config_of(MODELS[name], kept, folder=tmp_path, **size)
     source = resolve_model(config.model, seed=0)
     assert_planned(config, source)
     assert source.shape.whole_logits == (name == "prophetnet, whole logits")

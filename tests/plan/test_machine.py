@@ -259,7 +259,7 @@ def test_two_ranks_time_their_link_and_cache_the_rate(tmp_path: Path, monkeypatc
     found = bench.bench_links(known, ranks=2, say=messages.append)
     assert messages == ["bench: links between 2 ranks"]
     assert (found.ranks, found.message) == (2, known.message)
-    for one in (found.to_device_at_once, found.from_device_at_once, found.all_gather, found.all_to_all):
+    for one in (found.to_device_at_once, found.from_device_at_once, found.all_gather):
         assert (one.origin, "2 ranks" in one.source) == ("measured", True)
     here = probe_machine(PlacementSection(), output=str(tmp_path))
     rate_cache.keep_rates(replace(here, links=found))

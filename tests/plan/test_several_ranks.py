@@ -8,7 +8,6 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sample_plans import GB, SHAPES, cluster, rate, wish
@@ -22,7 +21,6 @@ from offload_trainer.plan.communication import (
     OUTBOX,
     STEP_BARRIERS,
     Collective,
-    all_to_alls,
     column_products,
     link_seconds,
     part_held,
@@ -151,48 +149,37 @@ def work(*words: str, world: int = 8, nodes: int = 1) -> Workload:
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 
-def test_all_to_alls_and_zero_1_by_hand() -> None:
-    words = ("--micro-batch", "2", "--accumulate", "4", "--seq-len", "512", "model.activation_checkpointing=off")
-    step, each = replace(work(*words), sequence=4), 3 / 4 * 2 * (2 * 512 / 4) * 1024
-    assert [sent.bytes for sent in all_to_alls(step)] == pytest.approx([4 * 24 * 4 * each] * 2)
-    assert [*all_to_alls(replace(step, checkpointed=7))][1].bytes == pytest.approx(4 * 31 * 4 * each)
-    assert next(all_to_alls(replace(step, shape=replace(SHAPE, key_heads=4)))).bytes == pytest.approx(240 * each)
+def test_zero_1_by_hand() -> None:
     moved = zero_collectives(work("--accumulate", "3"), stage=1, trained=800, gathered={})
     found = [(sent.phase, sent.bytes) for sent in moved]
     assert found == [("backward", pytest.approx(7 / 8 * 2 * 800)), ("update", pytest.approx(7 / 8 * 2 * 800))]
 
 
-def simulated(group: int, apart: int, *, here: int, world: int, kind: str) -> tuple[float, float]:
+def simulated(group: int, apart: int, *, here: int, world: int) -> tuple[float, float]:
     """Return the bytes a rank sends, and those a node's ranks send to other nodes, for one byte of data on each rank.
 
-    The simulation goes message by message: n - 1 ring steps with one part each to the next rank, or each pair of
-    an all-to-all.
+    The simulation goes message by message: n - 1 ring steps with one part each to the next rank.
     """
     sent: Counter[int] = Counter()
     out: Counter[int] = Counter()
     for first in (rank for rank in range(world) if rank // apart % group == 0):
         ranks = [first + place * apart for place in range(group)]
-        pairs = {
-            "ring": [(a, b, 1 / group) for a, b in zip(ranks, ranks[1:] + ranks[:1], strict=True)] * (group - 1),
-            "all-to-all": [(a, b, 1 / group) for a in ranks for b in ranks if a != b],
-        }[kind]
-        for a, b, size in pairs:
-            sent[a] += size  # type: ignore[assignment]
+        for a, b in [*zip(ranks, ranks[1:] + ranks[:1], strict=True)] * (group - 1):
+            sent[a] += 1 / group  # type: ignore[assignment]
             if a // here != b // here:
-                out[a // here] += size  # type: ignore[assignment]
+                out[a // here] += 1 / group  # type: ignore[assignment]
     return max(sent.values()), max(out.values(), default=0.0)
 
 
-@pytest.mark.parametrize("kind", ["ring", "all-to-all"])
 @pytest.mark.parametrize("here", [1, 2, 4, 8, 16])
-def test_bytes_through_a_nodes_network_equal_simulated_messages(kind: str, here: int) -> None:
+def test_bytes_through_a_nodes_network_equal_simulated_messages(here: int) -> None:
     world = 16
     for group in (2, 4, 8, 16):
         for apart in (1, 2, 4, 8):
             if group * apart > world:
                 continue
-            gpu, network = simulated(group, apart, here=here, world=world, kind=kind)
-            flow = Collective("forward", gpu, 1, group, apart, kind)  # type: ignore[arg-type]
+            gpu, network = simulated(group, apart, here=here, world=world)
+            flow = Collective("forward", gpu, 1, group, apart)
             assert flow.network(here) == pytest.approx(network), (group, apart)
 
 
@@ -246,11 +233,8 @@ def test_tensor_parallel_by_hand() -> None:
 
 def test_rates_timed_between_ranks_count_if_no_links_are_described() -> None:
     flow = next(zero_collectives(work(), stage=2, trained=10**9, gathered={}))
-    across = replace(flow, kind="all-to-all")
-    timed = {"all_gather": rate(2e9), "all_to_all": rate(5e9)}
-    assert link_seconds(flow, here(**timed), here=8) == flow.bytes / 2e9
-    assert link_seconds(across, here(**timed), here=8) == flow.bytes / 5e9
-    assert link_seconds(across, here(between_gpus=rate(1e11), **timed), here=8) == flow.bytes / 1e11
+    assert link_seconds(flow, here(all_gather=rate(2e9)), here=8) == flow.bytes / 2e9
+    assert link_seconds(flow, here(between_gpus=rate(1e11), all_gather=rate(2e9)), here=8) == flow.bytes / 1e11
     assert link_seconds(flow, here(), here=8) == flow.bytes / 1e10
 
 
@@ -258,17 +242,14 @@ def test_rates_timed_between_ranks_count_if_no_links_are_described() -> None:
 
 
 def test_models_that_cannot_be_divided_are_named() -> None:
-    def told(*, tensor: int = 1, sequence: int = 1, **changed: object) -> str:
-        return refusal(replace(SHAPE, **changed), tensor=tensor, sequence=sequence, seq_len=512)  # type: ignore[arg-type]
+    def told(*, tensor: int, **changed: object) -> str:
+        return refusal(replace(SHAPE, **changed), tensor=tensor)  # type: ignore[arg-type]
 
     assert told(tensor=8) == ""
     assert told(tensor=32) == "16 attention heads are not a multiple of 32"
     assert told(tensor=8, key_heads=4) == "4 key-value heads are not a multiple of 8"
-    assert told(sequence=3) == "16 attention heads are not a multiple of 3"
     experts = Weight("h.0.experts", (4, 8, 8), unit="h.0", block=True)
     assert "experts" in told(tensor=2, weights=(*SHAPE.weights, experts))
-    assert told(sequence=16, heads=0) == ""
-    assert told(sequence=3, heads=0) == "rows of 512 tokens are not a multiple of 3"
 
 
 def test_modes_are_those_that_an_engine_runs() -> None:
@@ -292,7 +273,7 @@ def test_rows_of_the_table_are_plans() -> None:
     assert re.search(r"  between gpus +100 GB/s", text)
     assert (found["tokens_per_step"], found["ranks"]) == (8 * 16 * 1024, 8)
     rows = {row["name"]: row for row in found["modes"]}
-    assert len(rows) == 8
+    assert len(rows) == 5
     seconds = [row["step"] for row in rows.values()]
     assert seconds == sorted(seconds)
     assert (found["fastest"], best.forecast.step) == (next(iter(rows)), seconds[0])
@@ -303,9 +284,6 @@ def test_rows_of_the_table_are_plans() -> None:
     plan = make_plan(wish(*model, *words), SHAPE, fast, world=8)
     for key, value in json.loads(json.dumps(plan.to_json())).items():
         assert json.loads(json.dumps(stage_2[key])) == value, key
-    shared = rows["tiered, 8 ranks, sequence 2"]
-    assert shared["words"] == "--engine tiered parallel.sequence=2"
-    assert moved(shared, GPUS) > moved(rows["tiered, 8 ranks"], GPUS)  # neighbouring ranks share rows
 
 
 def test_pipelines_are_compared_with_more_micro_batches_of_the_same_rows() -> None:
@@ -318,16 +296,10 @@ def test_pipelines_are_compared_with_more_micro_batches_of_the_same_rows() -> No
         assert 16 in counts or rows < 64
 
 
-def moved(row: dict[str, Any], place: str) -> int:
-    """Return the bytes that a mode's step receives over a link."""
-    return sum(one["read"] for one in row["links"] if one["place"] == place)
-
-
-@pytest.mark.parametrize("words", ["parallel.sequence=4 --micro-batch 1", "parallel.sequence=8 --micro-batch 1"])
-def test_one_row_for_all_ranks_is_divided_by_sequence_parallelism(words: str) -> None:
-    """Modes that need a row for each rank are refused with the reason, also where the setting needs more ranks."""
-    found, *_ = compare_modes(wish("--model", "gpt2-medium", "--gpus", "4", *words.split()), here(), None)
-    assert {row["name"] for row in found["modes"]} == {"tiered, 4 ranks, sequence 4", "tiered, 4 ranks, pipeline"}
+def test_modes_that_need_a_row_for_each_rank_are_refused_with_the_reason() -> None:
+    words = ("--model", "gpt2-medium", "--gpus", "4", "parallel.pipeline=4", "--micro-batch", "1")
+    found, *_ = compare_modes(wish(*words), here(), None)
+    assert {row["name"] for row in found["modes"]} == {"tiered, 4 ranks, pipeline"}
     reasons = {row["mode"]: row["reason"] for row in found["refused"]}
     assert reasons["tiered, 4 ranks"] == "1 rows a step are not a multiple of 4 data-parallel ranks"
 

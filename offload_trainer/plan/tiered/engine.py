@@ -15,7 +15,7 @@ from math import inf
 from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.errors import UserError
 from offload_trainer.packages import lacks
-from offload_trainer.plan.communication import all_to_alls, as_traffic, bounds_of, exchange_of, link_seconds, refusal
+from offload_trainer.plan.communication import bounds_of, exchange_of
 from offload_trainer.plan.machine import MachineProfile, sums_key, update_key
 from offload_trainer.plan.memory import LONG, gpu_reserve, heap_holes
 from offload_trainer.plan.step_time import (
@@ -122,19 +122,10 @@ class Tiered:
     def impossible(self, work: Workload) -> list[str]:
         """Return the settings that a step of this workload does not support, one sentence each."""
         section, shape, why = self.section, work.shape, why_not_breadth_first(work)
-        pieces = refusal(shape, sequence=work.sequence, seq_len=work.seq_len)
-        reasons = {  # why rows cannot be divided over ranks
-            f" with {work.world} rank(s): a multiple of {work.sequence} is needed (--gpus)": work.world % work.sequence,
-            " with data.packing=on: attention masks between documents need whole rows; leave one out": shape.packed,
-            ": the model's number of attention heads is not known; leave it out": not shape.heads,
-            f": {pieces}": pieces,
-        }
-        in_pieces = next((reason for reason, here in reasons.items() if here and work.sequence > 1), "")
         pipeline, shared = f"parallel.pipeline={work.pipeline}", why_no_pipeline(work)
         found = {
             "tiered.overlap=backward: in a session, the learning rate and clipping factor of a step are known only "
             "after its backward; leave it out": work.checkpoints is None and section.overlap == "backward",
-            f"parallel.sequence={work.sequence}{in_pieces}": in_pieces,
             f"{pipeline}: {shared}": shared,
             f"tiered.overlap=backward with {pipeline} on {work.world} ranks: it is for one pipeline; leave it out": (
                 work.world > work.pipeline > 1 and section.overlap == "backward"
@@ -336,7 +327,6 @@ def why_no_pipeline(work: Workload) -> str:
     """Return why `work.pipeline` ranks cannot compute the model together, and what to do, or "" if they can."""
     shape, ranks = work.shape, work.pipeline
     reasons = {
-        "parallel.sequence divides rows over the same ranks": work.sequence > 1,
         f"{work.here} rank(s) on a node, and a multiple of {ranks} is needed (--gpus)": work.here % ranks,
         f"each rank needs a block, and the model has {len(shape.blocks)}": len(shape.blocks) < ranks,
         "frozen weights (model.freeze)": shape.trainable < shape.parameters,
@@ -405,11 +395,8 @@ class TieredCandidate:
         """
         work, machine, homes, sizes, gpu = self.work, self.machine, self._laid_out, self.sizes, self.machine.gpu
         traffic, by_parts = tiered_traffic(work, homes, sizes, machine), gathered_weights(work, homes, sizes)
-        exchange, sent = exchange_of(work, homes, by_parts=by_parts), list(all_to_alls(work))
+        exchange = exchange_of(work, homes, by_parts=by_parts)
         waits, hidden = bounds_of(exchange, work, machine)
-        for one in sent if gpu is not None else ():  # on a CPU no rate is known
-            what = f"{one.count} all-to-alls, {format_bytes(one.bytes)} in total for each GPU"
-            waits.append(Bound(one.phase, link_seconds(one, machine, here=work.here), what, "gpus"))
         bounds = [*self._updates(), *hidden]
         for phase, gathered in by_parts.items():
             from_ram, from_others = map(format_bytes, gathered)
@@ -436,8 +423,7 @@ class TieredCandidate:
             for moved in traffic if self.placement.params == TierKind.RAM else ():
                 if memory and moved.place == DEVICE_COPIES and moved.phase != "update":
                     on_top[moved.phase] += 2 * moved.read / memory.value
-        links = [*exchange.links, *as_traffic(sent, here=work.here)]
-        return Costs(traffic, bounds, links, on_top=on_top, waits=waits)
+        return Costs(traffic, bounds, list(exchange.links), on_top=on_top, waits=waits)
 
     def _updates(self) -> Iterator[Bound]:
         """Yield the bounds of the update kernels on GPU and CPU.
@@ -552,11 +538,6 @@ class TieredCandidate:
             )
         elif is_open and count > 1 and why and work.checkpoints is not None:
             yield f"{key}=depth_first: weights are fetched for each of the {count} micro-batches, since {why}"
-        if work.sequence > 1:
-            yield (
-                f"parallel.sequence={work.sequence}: each GPU processes {work.length} of the {work.seq_len} tokens of "
-                f"a row; {work.data} data-parallel group(s) of {work.sequence} ranks"
-            )
         asked, alone = self.section.weight_transfer, work.here == 1 or work.pipeline > 1
         in_ram = self.placement.params == TierKind.RAM and not alone
         if in_ram and (machine.gpu is not None or self.sizes.by_parts):

@@ -104,8 +104,6 @@ def tiered_items(work: Workload, homes: TierMap, sizes: TierSizes, machine: Mach
     if work.keeps_heap:
         why = "freed memory that malloc keeps for reuse, since RAM has room for it; measured, not computed"
         yield ram("heap", heap_holes(work, model), why)
-    if work.sequence > 1 and gpu:
-        yield device("NCCL", here * NCCL_BYTES, "NCCL's buffers for the all-to-alls; assumed")
 
 
 def _page_items(work: Workload, homes: TierMap, sizes: TierSizes, machine: MachineProfile) -> Iterator[Item]:

@@ -44,8 +44,6 @@ def modes(world: int, *, nodes: int = 1) -> Iterator[tuple[str, str, int]]:
     """Yield (name, settings, number of ranks with the same rows) of each way to divide a step over the ranks."""
     counts = [count for count in range(1, world + 1) if world % count == 0]
     yield f"tiered, {world} ranks", "--engine tiered", 1
-    for count in counts[1:]:
-        yield f"tiered, {world} ranks, sequence {count}", f"--engine tiered parallel.sequence={count}", count
     if (each := world // nodes) > 1:
         yield f"tiered, {world} ranks, pipeline", f"--engine tiered parallel.pipeline={each}", each
     for stage in (1, 2, 3):
@@ -61,7 +59,7 @@ def compare_modes(
     """Plan each way to divide a step over ranks at equal tokens a step; return JSON, text and plan, the fastest first.
 
     `machine`: the described machine; None: this one. `nodes`: the number of such machines; None: as described. Raises
-    UserError for a single rank, for what the tiered engine refuses without sequence parallelism, and if no way is left.
+    UserError for a single rank, for what the tiered engine refuses of data-parallel ranks, and if no way is left.
     """
     here = machine or machine_here(config.placement, output=config.save.output)
     count = nodes or here.nodes
@@ -71,15 +69,7 @@ def compare_modes(
             "--parallel compares ways to divide a step over ranks, and there is only one rank: add --gpus N"
         )
     source = _source(config.with_keys("parallel", pipeline="auto"))  # which also looks for why there can be none
-    shape, whole = source.shape, ""  # why ranks cannot share rows of this model
-    if not _preset(config):
-        from offload_trainer.model.probes.rows import refuse_pieces
-
-        try:
-            refuse_pieces(source.meta())
-        except UserError as error:
-            whole = str(error)
-    work = workload(config, shape, world=world, nodes=count)
+    work = workload(config, source.shape, world=world, nodes=count)
     rows = work.micro_batch * work.accumulate * max(1, work.data)  # of the ranks with rows of their own
     plans, refused = list[tuple[str, str, Plan]](), dict[str, list[str]]()
     for name, words, together in modes(world, nodes=count):
@@ -87,10 +77,8 @@ def compare_modes(
         try:
             if rest:
                 raise UserError(f"{rows} rows a step are not a multiple of {world // together} data-parallel ranks")
-            if whole and "sequence" in words:
-                raise UserError(whole)
             batches = _batches(config, words, each, together)
-            tried = (make_plan(batch, shape, here, world=world, nodes=count) for batch in batches)
+            tried = (make_plan(batch, source.shape, here, world=world, nodes=count) for batch in batches)
             fitting = (plan for plan in tried if plan.fits)
             if "pipeline" in words:  # more micro-batches keep more ranks busy
                 plan = min(fitting, key=lambda plan: plan.forecast.step or math.inf, default=None)
@@ -131,7 +119,7 @@ def _batches(config: TrainConfig, words: str, rows: int, together: int) -> list[
     else:  # DeepSpeed swaps to one drive
         config = config.model_copy(update={"tiered": TieredSection()}).with_keys("placement", nvme=place.nvme[:1])
         config = config.with_keys("deepspeed", zero_stage="auto")
-    config = with_words(config.with_keys("parallel", tensor=1, sequence=1, pipeline=1), words)
+    config = with_words(config.with_keys("parallel", tensor=1, pipeline=1), words)
     sizes = {math.gcd(rows, most * together) for most in _MICRO}
     if "pipeline" in words:  # as many micro-batches as ranks, twice and four times as many, or of these sizes
         few = {math.gcd(rows, max(1, rows // (times * together))) for times in (1, 2, 4)}

@@ -61,11 +61,8 @@ class ModelSection(_Section):
     ] = "auto"
     """recompute activations in the backward, of all blocks (on) or the first N (not with deepspeed); auto: on from 100
     M parameters, of fewer blocks where a forecast from measured rates is 5 % faster; smaller models: as few as fit"""
-    offload_activations: Annotated[
-        bool | Literal["cpu", "nvme"], AfterValidator(lambda wish: "cpu" if wish is True else wish)
-    ] = False
-    """where the inputs of checkpointed blocks are stored: the GPU (false), RAM (cpu, true) or drives (nvme; tiered
-    only)"""
+    offload_activations: bool = False
+    """keep the inputs of checkpointed blocks in RAM until their backward"""
     loss_chunk: PositiveInt = 1024
     """tokens whose logits exist at the same time in the loss"""
     freeze: tuple[str, ...] = ()

@@ -200,7 +200,7 @@ class DeepSpeedEngine:
             # Non-reentrant checkpointing gives wrong gradients with weights on NVMe: DeepSpeed
             # reuses the buffer of a weight before its recomputation has ended (seen in 0.19.8).
             reentrant=placement.params == "nvme",
-            offload=bool(work.offload_activations),
+            offload=work.offload_activations,
             checkpointed=work.checkpointed,
         )
         if placement.stage < 3:

@@ -92,8 +92,8 @@ class TieredEngine:
             stack.callback(self.offloaded.close)
             self.synchronize, self.named_master_parameters = self.offloaded.synchronize, self.offloaded.masters
             self.snapshot, self.load = self.offloaded.snapshot, self.offloaded.load
-            if tier := work.inputs_away:
-                self.offloaded.keep_inputs(inputs_of(work), on_drives=tier == TierKind.DRIVES)
+            if work.inputs_away:
+                self.offloaded.keep_inputs(inputs_of(work))
             self._breadth_first: BreadthFirst | None = None
             cuts = None
             if self._pipeline > 1:

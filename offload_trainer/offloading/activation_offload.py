@@ -1,18 +1,14 @@
-"""Offload the inputs of checkpointed blocks to host memory or drives in the forward; prefetch them in the backward.
+"""Offload the inputs of checkpointed blocks to host memory in the forward; prefetch them in the backward.
 
-    forward   input ──side stream──> host buffer (──> drive)      its device memory is free once it is copied
-    backward  (drive ──>) host buffer ──side stream──> device     one block ahead of its recomputation
-
-In host memory each input has its own buffer. For drives a few buffers form a ring: input n passes through buffer
-n % count. In the forward a buffer is reused once its bytes are on the drive, in the backward once its input has been
-copied to the device. The computation never waits for copies to the host, but the host waits if more than a few are in
-flight. Inputs are expected back from the last block to the first; any other order is correct, but slower.
+The computation never waits for copies to the host, but the host waits if more than a few are in flight. In the backward
+each input is copied back one block ahead of its recomputation. Inputs are expected back from the last block to
+the first; any other order is correct, but slower.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -25,60 +21,32 @@ from offload_trainer.offloading.device import Device, DeviceCopy
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.plan.memory import INPUTS_UNDER_WAY, BlockInputs
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import SECTOR, DriveFile, Future, Transfers, done, followed, together
+from offload_trainer.storage.transfer import Future, done, together
 
 
-@dataclass
-class _Buffer:
-    """A host buffer, and the input that it holds or is receiving."""
-
-    memory: torch.Tensor  # uint8
-    holds: "_SavedInput | None" = None
-    filled: Future = field(default_factory=done)
-    readers: list[Future] = field(default_factory=list)  # transfers that still read from it
-
-    @property
-    def free(self) -> Future:
-        """Return a future that completes when all transfers with this buffer have ended."""
-        return together([self.filled, *self.readers])
-
-
-@dataclass
+@dataclass(frozen=True)
 class _SavedInput:
-    """An offloaded input: its number in a forward, the buffer that it passes through, and its place on a drive."""
+    """An offloaded input: its number in a forward, and its part of a host buffer (1-D)."""
 
     forward: int
     number: int
     shape: torch.Size
-    buffer: _Buffer
-    values: torch.Tensor  # its part of the buffer (1-D)
-    place: tuple[DriveFile, int, torch.Tensor] | None  # file, offset, and its part of the buffer in whole sectors
-    written: Future = field(default_factory=done)  # to that place
+    values: torch.Tensor
+    filled: Future
 
 
 class Activations:
-    """A store that keeps the block inputs of one forward in host memory or on drives until its backward uses them."""
+    """A store that keeps the block inputs of one forward in host memory until its backward uses them."""
 
-    def __init__(
-        self,
-        inputs: BlockInputs,
-        *,
-        device: Device,
-        files: Sequence[DriveFile],
-        transfers: Transfers,
-        references: WeightPrefetcher,
-    ) -> None:
-        """Allocate buffers for the expected `inputs`; additional and larger ones are kept in host memory.
+    def __init__(self, inputs: BlockInputs, *, device: Device, references: WeightPrefetcher) -> None:
+        """Allocate a buffer for each of the expected `inputs`; additional and larger ones get theirs when they come.
 
-        Without `files` all inputs are kept in host memory; otherwise the files store `inputs.homes(len(files))`.
         `references` are those of offloaded weights, which autograd may save with the inputs.
         """
-        self._device, self._transfers, self._references = device, transfers, references
-        self._inputs, self._files = inputs, tuple(files)
-        count = inputs.buffers if files else inputs.count
-        memory = host_buffer(count * inputs.size, pinned=device.is_cuda)
-        self._ring = [_Buffer(memory[n * inputs.size :][: inputs.size]) for n in range(count)]
-        self._unplanned: dict[int, _Buffer] = {}  # of additional and larger inputs, by number
+        self._device, self._references = device, references
+        memory = host_buffer(inputs.count * inputs.size, pinned=device.is_cuda)
+        self._buffers = [*memory.split(inputs.size)]  # of each input of a forward, uint8
+        self._free = [done() for _ in self._buffers]  # each completes when no copy uses the buffer any more
         self._forward, self._in_forward = 0, False  # number of the current forward, and whether it is running
         self._kept: list[_SavedInput] = []  # inputs of this forward, by number
         self._downloads: deque[Future] = deque()  # copies from the device, the oldest first
@@ -123,35 +91,23 @@ class Activations:
             yield
         self._look_ahead(len(self._kept) - 1)
 
-    # -- forward ------------------------------------------------------------------------------------------------------
-
     def pack_input(self, tensor: torch.Tensor) -> _SavedInput:
-        """Start copying a block input to its host buffer, and from there to its drive; return its handle."""
-        number, size, place = len(self._kept), tensor.nbytes, None
-        if number < self._inputs.count and size <= self._inputs.size:
-            buffer = self._ring[number % len(self._ring)]
-            if self._files:
-                row, home = divmod(number, len(self._files))  # as `BlockInputs.homes` places them
-                place = self._files[home], row * self._inputs.size, buffer.memory[: -(-size // SECTOR) * SECTOR]
-        else:
-            buffer = self._unplanned.setdefault(number, _Buffer(torch.empty(0, dtype=torch.uint8)))
-        buffer.free.wait()
-        if buffer.memory.numel() < size:
-            buffer.memory = host_buffer(size, pinned=self._device.is_cuda)
-        values = buffer.memory[:size].view(tensor.dtype)
-        kept = _SavedInput(self._forward, number, tensor.shape, buffer, values, place)
+        """Start copying a block input to its host buffer; return its handle."""
+        number, size = len(self._kept), tensor.nbytes
+        if number == len(self._buffers):
+            self._buffers.append(torch.empty(0, dtype=torch.uint8))
+            self._free.append(done())
+        self._free[number].wait()
+        if self._buffers[number].numel() < size:
+            self._buffers[number] = host_buffer(size, pinned=self._device.is_cuda)
+        values = self._buffers[number][:size].view(tensor.dtype)
+        filled = self._free[number] = self._device.keep(tensor.detach().view(-1), values)
+        kept = _SavedInput(self._forward, number, tensor.shape, values, filled)
         self._kept.append(kept)
-        buffer.holds, buffer.readers = kept, []
-        buffer.filled = self._device.keep(tensor.detach().view(-1), values)
-        if place:
-            kept.written = followed(buffer.filled, partial(self._transfers.write, *place))
-            buffer.readers.append(kept.written)
-        self._downloads.append(buffer.filled)
+        self._downloads.append(filled)
         if len(self._downloads) > INPUTS_UNDER_WAY:
             self._downloads.popleft().wait()  # otherwise inputs in flight would fill the device's memory
         return kept
-
-    # -- backward -----------------------------------------------------------------------------------------------------
 
     def unpack(self, kept: Any) -> torch.Tensor:
         """Return a saved tensor on the device, and prefetch the one before. Raises UserError if it is gone."""
@@ -173,30 +129,17 @@ class Activations:
             self._prefetched[number] = self._fetch(self._kept[number])
 
     def _fetch(self, kept: _SavedInput) -> tuple[torch.Tensor, DeviceCopy]:
-        """Start copying an input to the device, and then reading the next input into the same buffer."""
-        buffer = kept.buffer
-        if buffer.holds is not kept:
-            self._read(kept)
+        """Start copying an input to the device."""
         values, after = torch.empty_like(kept.values, device=self._device.place), self._device.mark()
-        arrival, read = self._device.copy_back(kept.values, values, after=after, ready=buffer.filled)
-        buffer.readers.append(read)
-        ahead = kept.number - len(self._ring)
-        if kept.place and ahead >= 0 and self._kept[ahead].buffer is buffer:
-            self._read(self._kept[ahead])
+        arrival, read = self._device.copy_back(kept.values, values, after=after, ready=kept.filled)
+        self._free[kept.number] = together([self._free[kept.number], read])
         return values, arrival
 
-    def _read(self, kept: _SavedInput) -> None:
-        assert kept.place is not None
-        buffer, before = kept.buffer, together([kept.buffer.free, kept.written])
-        buffer.holds, buffer.readers = kept, []
-        buffer.filled = followed(before, partial(self._transfers.read, *kept.place))
-
     def close(self) -> None:
-        """Wait for all transfers, successful or not."""
-        for buffer in (*self._ring, *self._unplanned.values()):
+        """Wait for all copies, successful or not."""
+        for free in self._free:
             with suppress(Exception):
-                buffer.free.wait()
-            buffer.holds = None  # the two would keep each other, and the memory
+                free.wait()
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

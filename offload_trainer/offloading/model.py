@@ -131,18 +131,11 @@ class OffloadedModel:
 
         return hook
 
-    def keep_inputs(self, inputs: BlockInputs, *, on_drives: bool) -> None:
-        """Offload the block inputs that activation checkpointing keeps, to host memory or to the drives."""
-        drives = self._drives.directories if on_drives else ()
-        homes = inputs.homes(len(drives))
-        name, sizes = f"activations-{self.node.rank}", [inputs.size] * inputs.count
-        files = self._drives.files(name, sizes, homes) if drives else []
-        kept = Activations(
-            inputs, device=self._device, files=files, transfers=self._drives.transfers, references=self.stream
-        )
-        self._open.callback(kept.close)
-        kept.attach(self._module)
-        self.activations = kept
+    def keep_inputs(self, inputs: BlockInputs) -> None:
+        """Offload the block inputs that activation checkpointing keeps to host memory."""
+        self.activations = Activations(inputs, device=self._device, references=self.stream)
+        self._open.callback(self.activations.close)
+        self.activations.attach(self._module)
 
     def enable_manifest(self, *, model: Path) -> None:
         """Keep a manifest of the page files, which have the whole state; `model` has the model's configuration."""

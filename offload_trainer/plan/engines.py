@@ -8,7 +8,7 @@ from offload_trainer.config import STREAM, OptimSection, TrainConfig
 from offload_trainer.plan.deepspeed import DeepSpeed, DeepSpeedCandidate
 from offload_trainer.plan.tiered.engine import Tiered, TieredCandidate
 from offload_trainer.plan.tiered.state_formats import FORMATS, RULES
-from offload_trainer.plan.tiers import TierKind, kind_asked
+from offload_trainer.plan.tiers import TierKind
 
 Engine = Tiered | DeepSpeed
 Candidate = TieredCandidate | DeepSpeedCandidate  # one placement of an engine, with its costs
@@ -25,18 +25,17 @@ def engine_of(config: TrainConfig) -> Engine:
 def combination_mistakes(config: TrainConfig) -> list[str]:
     """Return errors in combinations of settings, one sentence each, with what to change."""
     place, model, optim, train, engine = config.placement, config.model, config.optim, config.train, engine_of(config)
-    data, parallel, rule, inputs = config.data, config.parallel, RULES[optim.name], model.offload_activations
+    data, parallel, rule = config.data, config.parallel, RULES[optim.name]
     epochs = train.epochs if train.epochs == "auto" else f"{train.epochs:g}"
-    homes: dict[str, object] = {"--params ": place.params, "--optimizer ": place.optimizer}
-    homes |= {"placement.gradients=": place.gradients, "model.offload_activations=": inputs}
+    homes = {"--params ": place.params, "--optimizer ": place.optimizer, "placement.gradients=": place.gradients}
     found: dict[str, object] = {
         f"{setting}nvme needs a drive: add --nvme DIR": home == TierKind.DRIVES and not place.nvme
         for setting, home in homes.items()
     }
     found |= dict.fromkeys([*engine.mistakes(), *_settings_of_others(engine, config)], True)
     found |= {
-        f"model.offload_activations={inputs} needs checkpointed activations: use model.activation_checkpointing=on": (
-            model.activation_checkpointing == "off" and inputs
+        "model.offload_activations=true needs checkpointed activations: use model.activation_checkpointing=on": (
+            model.activation_checkpointing == "off" and model.offload_activations
         ),
         f"optim.decay_steps belongs to optim.schedule=wsd, not to {optim.schedule}": (
             optim.schedule != "wsd" and optim.decay_steps != "auto"
@@ -89,7 +88,6 @@ def _settings_of_others(engine: Engine, config: TrainConfig) -> list[str]:
         ]
         settings = {
             "placement.gradients": (place.gradients != "auto", ""),
-            "model.offload_activations": (kind_asked(model.offload_activations) == TierKind.DRIVES, ": use cpu"),
             "model.activation_checkpointing": (isinstance(model.activation_checkpointing, int), ": use on or off"),
             "model.base": (model.base != "model", ": leave it out"),
             "optim.moment_dtype": (optim.moment_dtype not in ("fp32", "8bit"), ""),

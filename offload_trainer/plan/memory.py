@@ -17,7 +17,7 @@ from functools import partial
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.shape import KEPT, Activations, Growth, ModelShape, Part, Weight, estimated, loss_pieces
 from offload_trainer.plan.tiered.layout import aligned
-from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, TierKind
+from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
 
@@ -120,10 +120,9 @@ def checkpoint_bytes(work: Workload) -> int:
     return int(work.state.mean_bytes(work.shape) * work.shape.trainable) + work.item_bytes * frozen
 
 
-# -- the block inputs that activation checkpointing keeps, in RAM or on drives. The engine allocates with these numbers
+# -- the block inputs that activation checkpointing keeps in RAM. The engine allocates with these numbers
 # (`offloading/activation_offload.py`).
 
-INPUT_BUFFERS = 4  # host buffers that inputs pass through on their way to drives and back
 _GENERATORS = 5056 + 16  # bytes of the states of a CPU's and a GPU's generator
 INPUTS_UNDER_WAY = 2  # inputs on the device that are being copied out or back
 
@@ -134,20 +133,6 @@ class BlockInputs:
 
     count: int
     size: int
-
-    @property
-    def buffers(self) -> int:
-        """Return the number of host buffers in front of the drives."""
-        return min(INPUT_BUFFERS, self.count)
-
-    def homes(self, drives: int) -> list[int]:
-        """Return the drive index of each input; empty without drives."""
-        return [number % drives for number in range(self.count)] if drives else []
-
-    @property
-    def read_back(self) -> range:
-        """Return the inputs that the backward reads from a drive. The last ones are still in host buffers."""
-        return range(self.count - self.buffers)
 
 
 def inputs_of(work: Workload) -> BlockInputs:
@@ -166,13 +151,7 @@ def input_items(work: Workload, machine: MachineProfile) -> Iterator[Item]:
         return
     inputs, name = inputs_of(work), "block inputs"
     yield Item(machine.device, name, INPUTS_UNDER_WAY * inputs.size, f"{INPUTS_UNDER_WAY} in transfer")
-    if work.inputs_away == TierKind.RAM:
-        yield Item(RAM_NAME, name, inputs.count * inputs.size, "saved by gradient checkpointing")
-        return
-    yield Item(RAM_NAME, name, inputs.buffers * inputs.size, f"{inputs.buffers} in transfer to or from drives")
-    homes = inputs.homes(len(machine.drives))
-    for number, drive in enumerate(machine.drives):
-        yield Item(drive.directory, name, homes.count(number) * inputs.size, "saved by gradient checkpointing")
+    yield Item(RAM_NAME, name, inputs.count * inputs.size, "saved by gradient checkpointing")
 
 
 LONG = 8192  # tokens in a row from which on the lower threshold applies

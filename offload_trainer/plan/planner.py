@@ -24,7 +24,7 @@ from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, WORTH, Tiered
 from offload_trainer.plan.tiered.spec import layouts_of
 from offload_trainer.plan.tiered.state_formats import BF16, state_format
 from offload_trainer.plan.tiered.weight_streaming import at_once
-from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, TierKind, kind_asked
+from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -326,7 +326,7 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
         seq_len=seq_len,
         world=world,
         checkpointed=checkpointed_blocks(model, shape, all_if_auto=pipeline > 1),
-        offload_activations=kind_asked(model.offload_activations) or False,
+        offload_activations=model.offload_activations,
         loss_chunk=train.micro_batch_size * seq_len if shape.whole_logits else model.loss_chunk,
         state=state_format(optim.name, optim.moment_dtype, optim.master_dtype),
         kernel=optim.kernel,
@@ -411,12 +411,9 @@ def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) 
         guess = f"are assumed to be as fast as {as_fast}" if as_fast else "no time can be forecast"
         yield f"matrix products in {work.dtype} were not timed on {machine.gpu} and {guess}: run `offload-train bench`"
     if work.offload_activations and not work.checkpointed:
-        yield (
-            f"model.offload_activations={work.offload_activations} has no effect: no block is checkpointed "
-            "(model.activation_checkpointing=on)"
-        )
-    if machine.gpu is None and work.inputs_away == TierKind.RAM:
-        yield "model.offload_activations=cpu has no effect without a GPU: block inputs are in host memory anyway"
+        yield "model.offload_activations has no effect: no block is checkpointed (model.activation_checkpointing=on)"
+    if machine.gpu is None and work.inputs_away:
+        yield "model.offload_activations has no effect without a GPU: block inputs are in host memory anyway"
     if machine.gpu is None:
         yield "no GPU here: the model runs on the CPU, in RAM"
 

@@ -20,9 +20,9 @@ class TierKind(StrEnum):
     DRIVES = "nvme"
 
 
-def kind_asked(value: str | bool) -> TierKind | None:
-    """Return the kind that a configuration key asks for; None for `auto`, and for false."""
-    return TierKind(value) if isinstance(value, str) and value != "auto" else None
+def kind_asked(value: str) -> TierKind | None:
+    """Return the kind that a configuration key asks for; None for `auto`."""
+    return None if value == "auto" else TierKind(value)
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,9 @@ This module does not depend on the configuration classes, so neither does the ar
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.state_formats import StateFormat
-from offload_trainer.plan.tiers import TierKind
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class Workload:
     seq_len: int  # tokens in a row
     world: int  # ranks of all nodes
     checkpointed: int  # the first blocks, which keep only their inputs until their backward; the others keep everything
-    offload_activations: TierKind | Literal[False]  # tier of checkpointed block inputs; False: device
+    offload_activations: bool  # checkpointed block inputs are kept in RAM
     loss_chunk: int  # tokens whose logits are in memory at a time
     state: StateFormat  # optimizer rule, and the formats of its state
     kernel: str  # CPU update kernel: "auto" or a name
@@ -89,9 +87,9 @@ class Workload:
         return self.micro_batch * self.accumulate * self.data * self.seq_len
 
     @property
-    def inputs_away(self) -> TierKind | Literal[False]:
-        """Return the tier that checkpointed block inputs are offloaded to; False if they stay or there are none."""
-        return self.offload_activations if self.checkpointed else False
+    def inputs_away(self) -> bool:
+        """Return whether inputs of checkpointed blocks leave the device; False if there are none."""
+        return self.offload_activations and self.checkpointed > 0
 
 
 def item_bytes(dtype: str) -> int:

@@ -65,7 +65,7 @@ class SessionKeys(TypedDict, total=False):
     dtype: Literal["bf16", "fp32"]
     attention: Literal["auto", "sdpa", "eager"]
     activation_checkpointing: int | Literal["auto", "on", "off"]
-    offload_activations: bool | Literal["cpu", "nvme"]
+    offload_activations: bool
     freeze: Sequence[str]
     base: Literal["model", "nf4", "int8"]
     trust_remote_code: bool
@@ -373,8 +373,8 @@ def _session(planned: Planned, made: Callable[[EngineParts, Path], _Made], *, sa
         offloaded.adds_up = parts.gradient_dtype is torch.float32
         offloaded.put((name, master.to(parts.dtype), master) for name, master in masters)
         return_now()
-        if home := work.inputs_away:
-            offloaded.keep_inputs(inputs_of(work), on_drives=home == "nvme")
+        if work.inputs_away:
+            offloaded.keep_inputs(inputs_of(work))
         opened = stack.pop_all()
         return Session(model, offloaded, plan=plan, record=record, from_config=from_config, opened=opened)
 

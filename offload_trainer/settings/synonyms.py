@@ -71,7 +71,7 @@ _TERMS = f"""
     model.activation_checkpointing=on: gradient_checkpointing activation_checkpointing use_gradient_checkpointing
         enable_activation_checkpointing checkpoint_activations
     model.activation_checkpointing=off: disable_gradient_checkpointing
-    model.offload_activations=cpu: activation_offloading enable_activation_offloading
+    model.offload_activations=true: activation_offloading enable_activation_offloading
     data.path: train_file dataset datasets dataset_name data_path train_data dataset_path data_dir data_files
         dataset_dir train_dataset dataset.source pretraining_dataset data.json_path
     data.validation_path: validation_file eval_dataset test_datasets eval_file val_data val_file test_file

@@ -46,7 +46,7 @@ class PlainEngine:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._module = source.build(
             dtype=self._dtype,
-            offload=bool(model.offload_activations),
+            offload=model.offload_activations,
             checkpointed=checkpointed_blocks(model, source.shape),
         )
         self._weights = dict(self._module.model.named_parameters())

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 MICRO = 4
 BREADTH = ["tiered.micro_batch_order=breadth_first", "model.activation_checkpointing=on", "--accumulate", str(MICRO)]
-AWAY = ["--params", "nvme", "model.offload_activations=nvme", "tiered.weight_buffers=2"]
+AWAY = ["--params", "nvme", "model.offload_activations=true", "tiered.weight_buffers=2"]
 
 
 def test_inputs_come_back_in_the_reverse_order(qwen3: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,9 +118,9 @@ def test_memory_grows_by_inputs_of_all_micro_batches() -> None:
     """
     each, shape = 2 * 1024 * 1600, gpt2_shape(PRESETS["gpt2-xl"] | {"vocab_size": 4096})  # the peak is in a block
     for order, many in (("depth_first", 48 * each), ("breadth_first", 8 * 48 * each)):
-        for home, others in (("false", {}), ("cpu", {"ram": many}), ("nvme", {"ram": 4 * each, "/ssd": many})):
+        for away, others in (("false", {}), ("true", {"ram": many})):
             words = ["--params", "cpu", "--accumulate", "8", "--micro-batch", "1", f"tiered.micro_batch_order={order}"]
-            plan = make_plan(wish(*words, f"model.offload_activations={home}"), shape, machine(gpu=32 * GB))
+            plan = make_plan(wish(*words, f"model.offload_activations={away}"), shape, machine(gpu=32 * GB))
             found = {item.tier: item.bytes for item in plan.items if item.name == "block inputs"}
             assert found == {"gpu": 2 * each if others else many, **others}
             (out,) = (one.written for one in plan.traffic if (one.place, one.phase) == ("device", "forward"))
@@ -167,16 +167,15 @@ def nbytes(copies: Copies) -> int:
 
 
 @pytest.mark.slow
-def test_weights_and_inputs_move_once_a_pass_as_planned(qwen3: Path, drive: Path) -> None:
+def test_weights_move_once_a_pass_as_planned(qwen3: Path, drive: Path) -> None:
     """The kernel's count of a step equals the plan, and blocks are read as often as for a single micro-batch."""
     read = {}
     for micro in (1, MICRO):
-        words = ["--params", "nvme", "model.offload_activations=nvme", "--seq-len", "24", "--micro-batch", "2"]
+        words = ["--params", "nvme", "model.offload_activations=true", "--seq-len", "24", "--micro-batch", "2"]
         words += [*BREADTH, "--accumulate", str(micro), "tiered.overlap=off"]
         with engine(qwen3, *words, drives=[drive]) as ours:
             train(ours, batches(2 * micro), accumulate=micro)
-            moved, _ = moved_in_step(ours, batches(micro))
-        inputs = next(item.bytes for item in ours.plan.items if item.name == "block inputs" and item.tier != "ram")
-        assert inputs == micro * 5 * 8192
-        read[micro] = moved - (inputs - 4 * 8192)
+            read[micro], _ = moved_in_step(ours, batches(micro))
+        inputs = [item.bytes for item in ours.plan.items if item.name == "block inputs"]
+        assert max(inputs) == micro * 5 * 8192
     assert read[MICRO] == read[1]

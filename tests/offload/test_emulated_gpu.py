@@ -33,8 +33,7 @@ CASES: dict[str, tuple[list[str], int]] = {  # words, and micro-batches a step
     "resident": (["--params", "gpu"], 3),
     "in RAM": (RAM, 1),
     "on the drive": (DRIVE, 3),
-    "inputs in RAM": ([*RAM, CHECKPOINTED, "model.offload_activations=cpu"], 2),
-    "inputs on the drive": ([*RAM, CHECKPOINTED, "model.offload_activations=nvme"], 2),
+    "inputs in RAM": ([*RAM, CHECKPOINTED, "model.offload_activations=true"], 2),
     "block by block": ([*RAM, CHECKPOINTED, BREADTH, "placement.gradients=cpu"], 3),
     "block by block, on the drive": ([*DRIVE, CHECKPOINTED, BREADTH, "tiered.overlap=backward"], 3),
     "during the forward": ([*RAM, "tiered.overlap=forward"], 1),
@@ -47,10 +46,7 @@ LONGER: dict[str, tuple[list[str], int]] = {
     "during the forward, from the drive": ([*DRIVE, "tiered.overlap=forward"], 3),
     "shadows of some": ([*RAM, "tiered.overlap=backward"], 1),
     "shadows of some, from the drive": ([*DRIVE, "tiered.overlap=backward"], 2),
-    "everything away, block by block": (
-        [*DRIVE, CHECKPOINTED, BREADTH, "model.offload_activations=nvme"],
-        3,
-    ),
+    "everything away, block by block": ([*DRIVE, CHECKPOINTED, BREADTH, "model.offload_activations=true"], 3),
     "fp16, block by block": ([*RAM, CHECKPOINTED, BREADTH, "placement.gradients=cpu", "--dtype", "fp16"], 2),
     "loss in chunks": ([*RAM, "model.loss_chunk=10"], 2),
 }

@@ -54,8 +54,8 @@ BLOCKS = {
     "kept": [OFF],
     "computed again": [ON],
     "computed again, in one buffer": [ON, "tiered.weight_buffers=1"],
-    "inputs on drives": [ON, "model.offload_activations=nvme"],
-    "inputs in memory": ["model.activation_checkpointing=2", "model.offload_activations=cpu"],
+    "inputs in RAM": [ON, "model.offload_activations=true"],
+    "two inputs in RAM": ["model.activation_checkpointing=2", "model.offload_activations=true"],
     "breadth-first": BREADTH,
     "breadth-first, added on the device": BREADTH,
 }
@@ -69,8 +69,8 @@ COLUMNS = {
 IMPOSSIBLE = [
     {"breadth-first", "opt, layers are dropped"},
     {"breadth-first, added on the device", "opt, layers are dropped"},
-    {"inputs in memory", "opt, layers are dropped"},  # both checkpoint all blocks or none
-    {"inputs in memory", "gpt2, some frozen"},
+    {"two inputs in RAM", "opt, layers are dropped"},  # both checkpoint all blocks or none
+    {"two inputs in RAM", "gpt2, some frozen"},
     *({"backward, with shadow memory", home} for home in HOMES if home in ("nothing in RAM", "all on the device")),
 ]
 

@@ -40,14 +40,14 @@ GATHERED = ("--params", "cpu", "tiered.weight_transfer=all_gather")
 STORED = ('model.freeze=["h.1.mlp","wpe"]', "optim.moment_dtype=8bit")
 MUON = ("optim.name=muon", "--dtype", "fp32", "optim.max_grad_norm=0.3")
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # model, words
-    "half, inputs away": ("gpt2", ("--params", "gpu", *HALF, ON, "model.offload_activations=nvme")),
+    "half, inputs away": ("gpt2", ("--params", "gpu", *HALF, ON, "model.offload_activations=true")),
     "half, 8-bit, frozen": ("gpt2", ("--params", "gpu", *HALF, *STORED)),
     "half, bf16 masters": ("gpt2", ("--params", "gpu", *HALF, "optim.master_dtype=bf16")),
     "experts": ("mixtral", ("--params", "cpu", "--dtype", "fp32", *BEHIND)),
     "experts on the drive": ("mixtral", (*AWAY, *BEHIND)),
     "gathered": ("gpt2", (*GATHERED, *BEHIND)),
     "gathered, layers are dropped": ("opt", (*GATHERED, *BEHIND, "--dtype", "fp32")),
-    "all on the drive, inputs away": ("qwen3", (*ALL_ON_DRIVES, ON, "model.offload_activations=nvme")),
+    "all on the drive, inputs away": ("qwen3", (*ALL_ON_DRIVES, ON, "model.offload_activations=true")),
     "gathered, in two buffers": ("qwen3", (*GATHERED, ON, "tiered.weight_buffers=2")),
     "Muon": ("gpt2", (*HALF, *MUON)),
 }

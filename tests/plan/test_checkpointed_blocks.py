@@ -99,7 +99,7 @@ def test_a_small_model_that_does_not_fit_checkpoints_as_few_blocks_as_fit() -> N
 
 
 def test_offloaded_inputs_are_those_of_the_checkpointed_blocks() -> None:
-    words = ("model.offload_activations=cpu", "model.activation_checkpointing=20")
+    words = ("model.offload_activations=true", "model.activation_checkpointing=20")
     plan = make_plan(wish(*BATCH, *words), SHAPE, machine(gpu=300 * GB, ram=300 * GB))
     kept = next(item.bytes for item in plan.items if (item.tier, item.name) == ("ram", "block inputs"))
     assert kept == 20 * 2 * 4 * 1024 * SHAPE.hidden

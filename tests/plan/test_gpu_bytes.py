@@ -71,7 +71,7 @@ def config_of(shape: dict[str, Any], kept: str, *, folder: Path, rows: int, leng
     """
     (folder / "config.json").write_text(json.dumps(shape))
     checkpointed, _, offloaded = kept.partition(" in ")
-    model |= {"activation_checkpointing": checkpointed, "offload_activations": "cpu" if offloaded else "false"}
+    model |= {"activation_checkpointing": checkpointed, "offload_activations": "true" if offloaded else "false"}
     words = ["--engine", "tiered", "--params", "gpu", "--optimizer", "cpu", "--ram-fraction", "1", "--save-every", "0"]
     words += ["--seq-len", str(length), "--micro-batch", str(rows)]
     words += [f"model.{key}={value}" for key, value in model.items()]

@@ -240,7 +240,7 @@ def test_ranks_move_the_drive_bytes_of_one(world: int) -> None:
     """Each rank has as many micro-batches, with its own block inputs, and weights pass through shared RAM."""
     away = ("--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "--accumulate", "2")
     away += ("tiered.micro_batch_order=depth_first",)
-    inputs = ("model.activation_checkpointing=on", "model.offload_activations=nvme", "--gpu-fraction", "0")
+    inputs = ("model.activation_checkpointing=on", "model.offload_activations=true", "--gpu-fraction", "0")
     one, several = held(*away, world=1), held(*away, world=world)
     largest = max(unit.elements for unit in units_of(SHAPES["gpt2-medium"]))
     assert several["ram weights read"] == 2 * 2 * largest
@@ -248,7 +248,7 @@ def test_ranks_move_the_drive_bytes_of_one(world: int) -> None:
     of_node = [name for name in one if name.endswith((" read", " written"))] + ["/ssd weights", "ram gradient buffers"]
     assert len(of_node) == 8
     assert {name: several[name] for name in of_node} == {name: one[name] for name in of_node}
-    kept, each = (held(*away, *inputs, world=ranks)["forward written"] for ranks in (world, 1))
+    kept, each = (held(*away, *inputs, world=ranks)["ram block inputs"] for ranks in (world, 1))
     assert kept == world * each > 0
 
 

@@ -91,7 +91,7 @@ CASES = {
         HALF + 4_000_000,
         [
             *SAVED, "--params", "cpu", "--accumulate", "2", "tiered.micro_batch_order=breadth_first",
-            "model.activation_checkpointing=on", "model.offload_activations=cpu",
+            "model.activation_checkpointing=on", "model.offload_activations=true",
         ],
     ),
 }  # fmt: skip

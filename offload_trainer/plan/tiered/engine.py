@@ -372,15 +372,14 @@ class TieredCandidate:
         shares |= {TierKind.DRIVES: sizes.on_drives}
         *parts, (last, _) = [(title, share) for title, share in shares.items() if share > 0]
         state = ", ".join([*(f"{share:.1%} {title}" for title, share in parts), f"rest {last}" if parts else last])
-        inputs = f", block inputs {self.work.inputs_away}" if self.work.inputs_away else ""
+        inputs = f", block inputs {TierKind.RAM}" if self.work.inputs_away else ""
         order = ", micro-batches breadth-first" if self.work.breadth_first else ""
         return self.machine.in_words(f"params {self.placement.params}, optimizer {state}{gradients}{inputs}{order}")
 
     @property
     def uses_drives(self) -> bool:
         """Return whether anything is placed on a drive."""
-        others = (self.placement.params, self.sizes.gradients, self.work.inputs_away)
-        return self.sizes.on_drives > 0 or TierKind.DRIVES in others
+        return self.sizes.on_drives > 0 or TierKind.DRIVES in (self.placement.params, self.sizes.gradients)
 
     @cached_property
     def items(self) -> list[Item]:

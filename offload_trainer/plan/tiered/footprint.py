@@ -42,7 +42,7 @@ from offload_trainer.plan.tiered.weight_streaming import (
     slot_sizes,
     transfer_bytes,
 )
-from offload_trainer.plan.tiers import RAM, RAM_NAME, WHERE, Item, TierKind, on_drive, tier_names
+from offload_trainer.plan.tiers import RAM, RAM_NAME, WHERE, Item, on_drive, tier_names
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count
 
@@ -271,13 +271,8 @@ def tiered_traffic(work: Workload, homes: TierMap, sizes: TierSizes, machine: Ma
             moved[DEVICE, phase, way] += cuts * micro * work.hidden_bytes // work.pipeline
     if work.inputs_away:
         inputs = inputs_of(work)
-        size = work.passes * inputs.size
-        moved[DEVICE, "forward", "written"] += inputs.count * size
-        moved[DEVICE, "backward", "read"] += inputs.count * size
-        for number, home in enumerate(inputs.homes(len(machine.drives))):
-            if work.inputs_away == TierKind.DRIVES:  # each rank has its own inputs
-                moved[home, "forward", "written"] += work.here * size
-                moved[home, "backward", "read"] += work.here * size if number in inputs.read_back else 0
+        moved[DEVICE, "forward", "written"] += work.passes * inputs.count * inputs.size
+        moved[DEVICE, "backward", "read"] += work.passes * inputs.count * inputs.size
     return _traffic(moved, machine)
 
 

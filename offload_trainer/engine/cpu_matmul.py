@@ -1,10 +1,8 @@
 """Replace torch's 16-bit matrix products on CPUs without hardware support by products in fp32.
 
-Without AVX512-BF16 or AMX, torch multiplies bf16 matrices that are not transposed at about 1 GFLOP/s on two cores, a
-hundred times slower than fp32. Conv1D, GPT-2's linear layer, consists of such products. Here they are computed in fp32
-and rounded once at the end, as hardware does: exact products, fp32 sums, one rounding. The backward of attention, which
-contains such products, is replaced as well, and so are the operators' `out=` forms. The last bits differ from torch's
-own slow products.
+Without AVX512-BF16 or AMX, torch multiplies bf16 matrices that are not transposed (as GPT-2's are) a hundred times
+slower than fp32. Here they are computed in fp32 and rounded once, as hardware does; so is the backward of attention.
+The last bits differ from torch's own slow products.
 """
 
 import threading

@@ -1,7 +1,6 @@
 """Allocate memory and files for optimizer state, weights and gradients as a layout places them.
 
-This is the only module that distinguishes one rank from several: it chooses the gradient sums, the fetches of weights
-and the update progress that fit. Everything else talks to the other ranks through `Node`, or not at all.
+Only this module distinguishes one rank from several: it chooses gradient sums, fetches and update progress.
 """
 
 from collections.abc import Sequence

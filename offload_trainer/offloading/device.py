@@ -1,17 +1,8 @@
-"""The computing device, a CPU or a GPU, and its asynchronous copies.
+"""The computing device, a CPU or a GPU, and its asynchronous copies, which are ordered by events.
 
-    fetch     host memory or a drive -> a ring buffer on the device     (prefetched weights)
-    upload    host memory -> the device                                 (new weights from the update)
-    download  the device -> host memory                                 (gradients)
-    keep, copy_back   the device -> host memory -> the device           (inputs of checkpointed blocks)
-    side_stream   computation during forward and backward               (the update of state on the device)
-
-Copies are ordered by events. While a model runs on a GPU, the host waits only until a copy that it needs is queued, and
-where callers limit the bytes in flight. A CPU's copies, except `download`, run on a thread, so that it follows the same
-protocol. Tests delay and reorder them, so that each missing wait shows as a wrong number. A GPU has side streams for
-copies in each direction and for the update, ordered by events.
-
-Also here: the cores that work on the host may use meanwhile.
+While a model runs on a GPU, the host waits only until a copy that it needs is queued, and where callers limit the bytes
+in flight. A CPU's copies, except `download`, run on a thread: tests delay and reorder them, so that each missing wait
+shows as a wrong number.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """Offload a model: place its weights, gradients and optimizer state on the device, in RAM or on drives, and train it.
 
-    forward, backward   `WeightPrefetcher` fetches offloaded weights; `Gradients` collects each gradient from autograd
-    norm, step          compute the gradient norm; `Updater` updates all pages and writes the new weights to their tiers
-    snapshot, load      save and restore the state by weight name
-
-`OffloadedModel` connects the other modules of `offloading/`; engines and sessions train through it. It takes a module,
-a layout and update kernels, and does not depend on the configuration, the data or the loss. The placement never changes
-a bit of the result.
+Engines and sessions train through `OffloadedModel`. It takes a module, a layout and update kernels, and does not depend
+on the configuration, the data or the loss. The placement never changes a bit of the result.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

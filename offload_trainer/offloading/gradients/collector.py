@@ -1,23 +1,9 @@
 """Accumulate gradients over a step's micro-batches where their sums are placed, and measure each weight's sum.
 
-    add ──add──> sums on the device                               one operation on the device's stream
-        ──add────────────────────────> sums in RAM                a CPU's gradients: one pass on all cores
-        ──copy───────────────────────> sums in RAM                a GPU's first gradient of a weight in a step
-        ──copy──> ring ──thread──────> sums in RAM or on drives   all other gradients
-
-    Breadth-first a block's gradients follow each other. If there is room, they are added on the device, and each sum
-    takes one of the last two ways, as a first gradient does (`TierSizes.adds_on_device`).
-
-    Gradients        one rank's sums; hooks of offloading/model.py call `add`. ranks/sharded_gradients.py takes its
-                     place with several ranks, and uses the next two
-    GradientIntake   which weights have a gradient, and the sum of a tied weight's uses, on the device as in autograd
-    StagedSums       sums in RAM, and buffers in front of drives
-    Downloads        copies from the GPU: together for a unit, with one event and one wait, for which Python takes
-                     100 us. Autograd's thread waits only for the oldest copies: if too many bytes are in flight, or
-                     when the next block but one begins to add its gradients on the device
-
-Norms are measured as the last micro-batch's gradients arrive, with the same bits for every placement and order of
-arrival; `norms` gives them in the model's order, in which offloading/model.py combines them.
+A CPU's gradients are added to sums in RAM in one pass. A GPU copies a weight's first gradient of a step straight to its
+sum in RAM, and the others to a ring buffer, from which a thread adds them; it also adds to sums on drives. Sums on the
+device are added there, and breadth-first also a block's other sums if there is room (`TierSizes.adds_on_device`). Norms
+have the same bits for every placement and order of arrival.
 """
 
 from __future__ import annotations

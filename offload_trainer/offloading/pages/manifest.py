@@ -1,18 +1,9 @@
 """Write, read and validate the manifest of a run's page files, which says what a dead run's files contain.
 
-    store.json   in each private directory: the page layout, the position of each weight's master, the model's directory
-    record       in the first directory only: the step, the valid copy and checksums of each page, and the engine's and
-                 the training loop's state at that step
-
-Only a run whose whole state is on drives, in two copies of each page, has a manifest (`run/resume.py`). Its files
-always contain one whole step. A killed process loses no completed write, because the kernel still has it. Against a
-power cut, pages are synced before the record that names them is written, and the record is synced before the next
-update overwrites the old copies.
-
-The record has two slots that are written in turn, each with a number and a CRC-32. A slot torn by a kill or a power cut
-fails its CRC-32, and the other slot has the previous record. The file has a fixed size and its blocks are allocated
-when it is created. Writing a slot and `fdatasync` therefore change nothing else on the disk; replacing a file by
-renaming would cost two filesystem journal entries each time.
+Each private directory has a store.json with the layout, and the first one a record of the last step. Only a run whose
+whole state is on drives, in two copies of each page, has a manifest (`run/resume.py`). Its files always contain one
+whole step: pages are synced before the record that names them, and the record before the next update overwrites the old
+copies.
 """
 
 import json

@@ -1,10 +1,7 @@
 """Access the tiered engine's state by weight name, save it to files while training continues, and load it.
 
-    PageSnapshot ── page by page ──> files for master, exp_avg, exp_avg_sq (and scales), each page at its file offset
-    files ── page by page ──> pages, and the 16-bit weights rounded from the masters
-
 A page is a range of a unit, so writing pages in order writes each file in order. Each rank writes the pages that it
-updates, and all ranks write the same files. Rank 0 writes the headers and everything that is not on pages.
+updates to the same files. Rank 0 writes the headers and everything that is not on pages.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

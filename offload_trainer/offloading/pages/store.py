@@ -1,18 +1,8 @@
 """Store optimizer state by page, and weights or gradient sums by unit, in RAM, on the device or in files on drives.
 
-    PageTable    where pages and their fields are
-    PageCopies   the valid and the newest copy of each page on a drive, and their checksums
-    PageStore    pages of masters and moments     RAM: `in_memory(page)`    drive or device: `read`, `write` a buffer
-                 on a drive: `read` returns the copy that the last `flip` chose, and compares its checksums
-    PageSnapshot the pages as they are now, read while training continues
-    UnitStore    one flat tensor for each unit    RAM: `host(unit)`         drive: `read`, `write` a range
-
-Training transfers whole aligned ranges. `get` and `put` access single weights at any offset; of pages, their masters.
-
-With two copies of each page on a drive no update overwrites the last valid state (`PageCopies`). All other pages have
-one copy, which is updated in place. Each field of each copy on a drive has a checksum (CRC-32), computed from the
-buffer after the page has been written, and compared before a page that was read is used. The record of a step has them
-too (`pages/manifest.py`), so that a later process notices a page that is damaged or of another step.
+Training transfers whole aligned ranges; `get` and `put` access single weights. With two copies of each page on a drive
+no update overwrites the last valid state. Each field of each copy on a drive has a CRC-32, which is compared before a
+page that was read is used.
 """
 
 from __future__ import annotations

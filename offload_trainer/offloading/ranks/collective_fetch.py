@@ -1,17 +1,8 @@
 """Fetch offloaded weights together with the other ranks of a node, so that bytes are read or copied once per node.
 
-    drive  ──each rank reads its part──> shared host buffer ──barrier──> each rank copies the whole unit to its buffer
-    RAM    ──each rank its part──> its device ──all-gather (NCCL; gloo where CPUs compute)──> every device
-           only with `Node.by_parts`; else each rank copies whole units, as it does what ranks cannot divide evenly
-
-`Turns` decides which fetches ranks share, without deadlock when they need different units:
-
-    rank 0   fetch 5   fetch 4   barrier       in each round every rank announces its next action to all others
-    rank 1   fetch 5   barrier   fetch 4       fetch 5 is shared; each rank fetches 4 alone, in its own round
-
-Announcements differ if a rank skips a layer, or if no token is routed to an expert: that rank has no gradients for the
-unit and reaches its barrier later, after fetches that the others have not announced yet. Ranks fetch the same units
-together in the same order, on a separate thread and over separate connections.
+From a drive each rank reads a part into a buffer that all share. From RAM, with `Node.by_parts`, each copies a part to
+its device, and an all-gather brings the rest. `Turns` decides which fetches ranks share, without deadlock when they
+need different units, as after a skipped layer: in each round every rank announces its next action to all others.
 """
 
 from collections.abc import Callable

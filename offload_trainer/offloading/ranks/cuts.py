@@ -1,11 +1,7 @@
-"""Pass the outputs of blocks, and their gradients, between the ranks of a pipeline.
+"""Pass the outputs of blocks, and their gradients, between the ranks of a pipeline through host memory that they share.
 
-    forward    owner of block b    ──copy──> slot of the micro-batch ──message──copy──> owner of block b + 1
-    backward   owner of block b                                                    <──  owner of block b + 1
-
-A slot is host memory that all ranks share. A micro-batch is at one block at a time, and the rank that writes its slot
-has computed from what it read there, so one slot for each micro-batch is enough. A message says that the slot is
-filled; between two ranks they come in the order in which both go through the blocks.
+A micro-batch is at one block at a time, and the rank that writes its slot has computed from what it read there, so one
+slot for each micro-batch is enough. A message says that the slot is filled.
 """
 
 import time

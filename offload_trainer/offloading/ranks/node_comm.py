@@ -1,11 +1,5 @@
 """Provide shared memory and collective operations for the ranks of a run, on one node or several.
 
-    memory             host memory that all ranks of a node share; each rank writes its own part
-    barrier            what ranks wrote before it, all ranks read after it
-    broadcast          from one rank's device to all devices: NCCL between GPUs, gloo between CPUs
-    broadcast_across   in host memory, from one rank to the ranks with the same position on the other nodes
-    send_recv          point-to-point transfers in host memory between any ranks
-
 Each node stores the optimizer state of its own ranks, and all weights. With a single rank every operation is local and
 does not wait.
 """

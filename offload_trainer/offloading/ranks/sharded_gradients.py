@@ -1,20 +1,9 @@
 """Reduce-scatter and accumulate the gradients of several ranks: each rank keeps the sums of its range of every unit.
 
-    autograd ──> this rank's outbox ──barrier──> each range's owner adds the gradients of rank 0, 1, ... to its sums
-                                    ──sent─────> inbox of owners on other nodes
-    own sums ──pieces of a weight──> partial norms ──all-reduce──> the weight's norm on every rank
-             ──end of a piece──> the rank in whose range that piece begins
-
-A unit is exchanged when the outbox has all its gradients of a micro-batch and all earlier units in the backward's order
-have been exchanged; one with missing gradients, at the end of the backward. Two outboxes alternate: a rank reaches a
-unit's barrier only after it has added the previous unit's gradients. Transfers between nodes overlap with the backward.
-
-Micro-batch a of rank r counts as micro-batch a * ranks + r of a single rank, whose bits sums and norms have. Ranks also
-exchange which weights have a gradient, because adding a zero could change a bit and would make the weight be updated.
-For a norm (`optim/norms.py`) a rank sends at most one part of a piece of each weight.
-
-Of several pipelines the ranks that compute the same units exchange them: one of each pipeline. Their backward has all
-micro-batches of a block before the next block's, and units are exchanged in that order.
+A rank lays the gradients of a unit out in shared memory, and after a barrier each range's owner adds those of rank 0,
+1, ... to its sums; to owners on other nodes they are sent. Units are exchanged in the backward's order, one with
+missing gradients at the end. Ranks also exchange which weights have a gradient, because adding a zero could change a
+bit. Micro-batch a of rank r counts as micro-batch a * ranks + r of a single rank, whose bits sums and norms have.
 """
 
 import itertools

@@ -1,13 +1,8 @@
 """Stage pages of optimizer state for the update: read them from their drive into host buffers, and write them back.
 
-    drive, device ──state, gradient──> slot ──kernel──> slot ──state, 16-bit weight──> drive, device
-    memory                  ──kernel──> memory                                         pages entirely in RAM: no slot
-
-A page is staged in a slot: a host buffer for the parts of one page that are not in RAM. The page there is being read,
-is ready, or is being written. When a write completes, its thread starts the next read into the slot immediately. `next`
-returns staged pages as they arrive, and pages entirely in RAM while none has arrived. Pages arrive after all gradients
-are complete, in the order of the next forward. Before that, some pages may be offered unit by unit as their gradients
-complete, again in that order. Otherwise idle slots prefetch the state of pages whose gradients are not complete yet.
+A slot is a host buffer for the parts of one page that are not in RAM. When a write completes, its thread starts the
+next read into the slot. Pages arrive after all gradients are complete, in the order of the next forward; some may be
+offered before that, unit by unit. Otherwise idle slots prefetch the state of pages whose gradients are not complete.
 """
 
 import threading

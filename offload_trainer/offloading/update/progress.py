@@ -1,14 +1,8 @@
 """Track which units have their new weights while an update runs, so that a forward waits only for the unit it needs.
 
-    update   pages written ──when_written──> the unit's future ──> `wait`, or `fetch_when_ready`: copy to the device
-    end      all units, and the update's last actions ──> `finish`
-
-With several ranks each updates its own pages of a unit. A thread then visits the units in the order of the forward,
-waits for this rank's pages and for the other ranks' threads, and only then reports the unit. Of a training thread it
-waits at most for pages that this updates itself (`tiered.overlap=off`).
-
-An error completes the pending futures of all units with that error. A later wait raises it, except for a unit that has
-all of its new weights; `finish` raises it each time.
+With several ranks a thread visits the units in the order of the forward, waits for this rank's pages and for the other
+ranks' threads, and only then reports the unit. An error completes all pending futures; a later wait raises it, except
+for a unit that has all of its new weights.
 """
 
 import threading

@@ -1,14 +1,8 @@
 """Update all pages of optimizer state: drives prefetch and write back while the CPU and the device compute.
 
-    drive ──state, gradient──> buffer ──kernel──> buffer ──state, 16-bit weight──> drive    staged pages
-                               memory ──kernel──> memory                                    pages in RAM
-                               device ──its kernel──> device                                pages on the device
-
 The device's pages are queued first and computed concurrently. The CPU updates staged pages as they arrive, and pages in
-RAM while none has arrived. Clipping and loss scaling are one factor on the gradient. No element depends on another, so
-the order does not change a bit. Pages on drives, and pages in RAM with shadow memory, may be updated during the
-backward, before the step's parameters are known (`SpeculativeStep`); docs/design_update.md says where old state stays
-meanwhile, and what follows if the step is clipped or skipped.
+RAM while none has arrived; the order does not change a bit. Some pages may be updated during the backward, before the
+step's parameters are known (`SpeculativeStep`, docs/design_update.md).
 """
 
 from __future__ import annotations

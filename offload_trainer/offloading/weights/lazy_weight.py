@@ -1,8 +1,4 @@
-"""Define lazy tensors: they have a shape and a dtype, and read their values only while a torch operation runs.
-
-    a weight in a state_dict      each operation reads it from its tier; in-place operations are refused
-    `.grad` between backward and  each operation reads the gradient sum; in-place operations, such as `mul_`, write it
-    step                          back
+"""Define lazy tensors, whose values are read only while a torch operation runs: weights in a state_dict, and `.grad`.
 
 Code that iterates over a state_dict or over all gradients therefore has one tensor in memory at a time.
 """

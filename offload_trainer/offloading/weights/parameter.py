@@ -1,20 +1,10 @@
 """Make an offloaded model's parameters usable in user code: reads fetch the values, writes raise UserError.
 
 A parameter stays the same object; its class becomes `OffloadedParameter`. A tensor that shares its memory (a view,
-`detach()`, `.data`) gets the class `ParameterView`. torch calls `__torch_function__` of both classes before each
-operation. Values come from the parameter's `provider` (`OffloadedModel.borrow_weights`):
-
-    shape, dtype, device, ...    answered without fetching anything
-    values, inside its module    the module's hook has fetched them
-    values, anywhere else        fetched for this operation, into memory that no other weight uses
-    a view                       reads what its parameter holds now, however old the view is
-    `.grad`, `.grad = None`      reads or drops the gradient sum of the next step (`lazy_weight.py`)
-    writing, `.data =`           refused: masters and sums are kept elsewhere, and the next step would undo the write
-
-Most writes are recognised by the operation's schema before it runs. The remaining ones change the version counter,
-which torch increments at each write and which views share with their parameter. Every use of a written parameter is
-then refused until the session resumes from a save. Memory that leaves torch cannot be tracked, so NumPy gets read-only
-copies, and storages and DLPack are refused.
+`detach()`, `.data`) becomes a `ParameterView`, which reads what its parameter holds now. torch calls
+`__torch_function__` of both before each operation. Most writes are recognised by the operation's schema before it runs,
+the others by the version counter, after which every use is refused. Memory that leaves torch cannot be tracked, so
+NumPy gets read-only copies, and storages and DLPack are refused.
 """
 
 from __future__ import annotations

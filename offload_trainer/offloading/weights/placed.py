@@ -1,9 +1,5 @@
 """Store the weights that the model computes with, by unit, on the device, in RAM or on drives.
 
-The update writes new weights here (in place with `direct`, or from a buffer with `commit`). The model reads them from
-here (in place with `in_place`, or through a `WeightPrefetcher`). With several ranks this module also broadcasts updated
-weights between devices and nodes.
-
 The stored form of a unit is its elements, unless some of its frozen weights are quantised (`quantised.py`). Trained
 elements are at the same place in both forms, so the update does not distinguish them.
 """

@@ -1,15 +1,9 @@
 """Point parameters to their weights: fetch offloaded units in time, and guard units in place while they are updated.
 
-    forward   a module's pre-hook calls `need` for its units, then prefetches those that followed in the previous pass
-    backward  the same happens when a block is recomputed, or when autograd unpacks a saved weight
-    between   the first units of the next pass are prefetched while this pass ends, or once the update has written them
-    outside   a weight that is read outside its module is copied into separate memory for one operation
-
-docs/design_streaming.md says what stands for a weight that is not on the device, how autograd saves one, and when
-quantised ones are dequantised. Buffers are never freed: the least recently used unit is evicted
-(`plan/tiered/weight_streaming.py`). Quantised units on the device need a buffer too; other units there are used in
-place. When an update begins, parameters of units that it changes become NaN, until the next read or the pre-hook of a
-module has waited for the unit.
+A module's pre-hook, or autograd when it unpacks a saved weight, asks for a unit; those that followed it in the previous
+pass are prefetched. Buffers are never freed: the least recently used unit is evicted. Quantised units on the device
+need a buffer too; others there are used in place, and are NaN while an update changes them. docs/design_streaming.md
+says more.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,9 +1,7 @@
 """Quantise frozen weights when they are loaded, and dequantise them to the run's dtype each time they are used.
 
-`plan/tiered/layout.py` describes the formats and the stored bytes. This is the only module of the package that
-computes with bitsandbytes' quantisation. On a GPU, kernels write the values of a weight to where they are used, on the
-current stream. On a CPU, kernels return them in new memory, so a weight is dequantised in pieces. Weights are always
-quantised on the CPU, where they are read.
+`plan/tiered/layout.py` describes the formats. Weights are quantised on the CPU, where they are read. On a CPU,
+bitsandbytes' kernels return values in new memory, so a weight is dequantised in pieces.
 """
 
 from collections.abc import Callable

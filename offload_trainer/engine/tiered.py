@@ -68,10 +68,7 @@ class TieredEngine:
         load_weights: bool = True,
         say: Say = lambda line: None,
     ) -> None:
-        """Build the model and allocate its state. All ranks call it.
-
-        Without `load_weights` a checkpoint is loaded afterwards. `open_parts` explains placement, sizes and drives.
-        """
+        """Build the model and allocate its state. All ranks call it. Without `load_weights` a checkpoint is loaded."""
         self._optim = optim
         self._dtype = DTYPES[work.dtype]
         with ExitStack() as stack:
@@ -165,10 +162,7 @@ class TieredEngine:
     def _accumulate_breadth_first(
         self, model: BreadthFirst, batches: Sequence[tuple[Any, ...]], factors: Sequence[float], *, clock: PhaseClock
     ) -> list[torch.Tensor]:
-        """Run forward and backward of a step's micro-batches block by block; return their losses.
-
-        The loss is computed in the phase `backward`, since each micro-batch's logits must be gone before the next.
-        """
+        """Run forward and backward of a step's micro-batches block by block; return their losses."""
 
         def turn(number: int) -> None:
             self.offloaded.turn_to(number, last=number + 1 == len(batches))
@@ -202,10 +196,7 @@ class TieredEngine:
         self.offloaded.abandon()
 
     def _of_all(self, values: list[Any]) -> list[Any]:
-        """All-gather one value per micro-batch; return all ranks' values, micro-batch by micro-batch in rank order.
-
-        The ranks of a pipeline have the same micro-batches, and the values of the one that computes the losses count.
-        """
+        """Return all ranks' values, micro-batch by micro-batch in rank order; of a pipeline its last rank's."""
         if self._node.world == 1:
             return values
         self._node.barrier()  # its error names a rank that stalls
@@ -261,10 +252,9 @@ def open_parts(
     stack: ExitStack,
     say: Say,
 ) -> EngineParts:
-    """Open the device, drives and kernels of a run; `stack` closes them.
+    """Open the device, drives and kernels of a run; `stack` closes them. All ranks of a node share the `directories`.
 
-    `directories` are private directories on drives, the same ones for all ranks of a node. Raises UserError if pages
-    are on the GPU, and it has no update kernel.
+    Raises UserError if pages are on the GPU, and it has no update kernel.
     """
     layouts, dtype = layouts_of(work), DTYPES[work.dtype]
     units = layouts.units

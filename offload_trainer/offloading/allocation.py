@@ -36,10 +36,7 @@ class Drives:
         self._files = ExitStack()
 
     def files(self, name: str, sizes: Sequence[int], homes: Sequence[int]) -> list[DriveFile]:
-        """Create one file `name` on each drive, large enough for the items that `homes` places there; return them.
-
-        `sizes` are the items' bytes.
-        """
+        """Create one file `name` on each drive for the items of `sizes` bytes that `homes` places there."""
         return [
             self._files.enter_context(closing(DriveFile(directory / name, size_of_home(sizes, homes, home))))
             for home, directory in enumerate(self.directories)
@@ -81,10 +78,7 @@ class Stores:
 
 
 def allocate_stores(parts: EngineParts, *, order: Sequence[str]) -> Stores:
-    """Allocate memory on the device and in RAM, and files on the drives. All ranks call it.
-
-    `order` lists the trainable weights in the order in which their norms are summed.
-    """
+    """Allocate memory and files. All ranks call it. Norms are summed in the `order` of the trainable weights."""
     homes, node, state = parts.homes, parts.node, PageStore(parts)
     if len(node.local_ranks) > 1:
         for number in range(len(homes.pages)):  # first touched here, so allocated on this rank's NUMA node
@@ -113,10 +107,7 @@ def _gradients(parts: EngineParts, *, order: Sequence[str]) -> GradientSums:
 
 
 def _update_progress(parts: EngineParts, weights: PlacedWeights) -> UpdateProgress:
-    """Return the progress of this rank's updates; with several ranks, a unit is ready once all have updated it.
-
-    Waiting for it then raises TrainerError if one of them does not come (`Node.exchange`).
-    """
+    """Return the progress of this rank's updates; with several ranks, a unit is ready once all have updated it."""
     homes, node, device = parts.homes, parts.node, parts.device
     pages = [page for number, page in enumerate(homes.pages) if homes.of_rank(number, node.rank)]
     if node.world == 1:

@@ -78,10 +78,7 @@ class CpuDevice:
     def copy_back(
         self, source: torch.Tensor, into: torch.Tensor, *, after: Mark, ready: Future
     ) -> tuple[DeviceCopy, Future]:
-        """Fill `into` (on the device) from host memory, after the event `after` and when the source is `ready`.
-
-        The future completes when the source may be overwritten.
-        """
+        """Fill `into` (on the device) after the event `after`, when `source` is `ready`; the future frees `source`."""
         copied = followed(ready, lambda: self._copies.submit(lambda: copy_alone(source, into)))
         return copied, copied
 
@@ -104,10 +101,9 @@ class CpuDevice:
 
 
 class CudaDevice:
-    """A CUDA device, with the methods of `CpuDevice`: one stream for copies to it, and one for copies to the host.
+    """A CUDA device, with the methods of `CpuDevice` and a stream for each kind of copy and the update of its pages.
 
-    Reads from a drive pass through pinned staging buffers. Offloaded activations use two more streams, so that they do
-    not wait for weights. The update of pages on the device uses another one.
+    Reads from a drive pass through pinned staging buffers.
     """
 
     is_cuda, in_host_memory = True, False
@@ -227,10 +223,7 @@ class _CudaArrival:
     """A copy to the device that is queued on a stream once its source bytes are in host memory."""
 
     def __init__(self, copy: Callable[[], torch.cuda.Event], place: torch.device, *, when: _When) -> None:
-        """Prepare a copy. `when` runs a function, on any thread, once the bytes are in host memory.
-
-        `copy` then queues the copy on the device `place` and returns its event.
-        """
+        """Let `when` run `copy`, which queues the copy and returns its event, once the bytes are in host memory."""
         self._copy, self._place = copy, place  # the tensors of the copy stay as long as this object
         self._event: torch.cuda.Event | None = None
 
@@ -273,11 +266,8 @@ def copy_alone(values: torch.Tensor, into: torch.Tensor) -> None:
 
 
 def cores_beside(device: Device) -> int:
-    """Return the number of cores for host work while the device computes the model, on a CPU on all other cores.
-
-    For a GPU two threads launch kernels, the training and autograd's; without cores of their own launches would wait.
-    """
-    return max(1, torch.get_num_threads() - 2) if device.is_cuda else 1
+    """Return the number of cores for host work while the device computes the model, on a CPU on all other cores."""
+    return max(1, torch.get_num_threads() - 2) if device.is_cuda else 1  # two threads launch a GPU's kernels
 
 
 def limit_cores(thread: Workers, cores: int) -> None:

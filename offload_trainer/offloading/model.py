@@ -48,9 +48,8 @@ class OffloadedModel:
     ) -> None:
         """Allocate weights, gradients and state as they are placed, and register the hooks.
 
-        `parameters` are those of `module` by weight name, one for each use of a tied weight. Their memory is replaced
-        and their values are lost; `put` sets the values. The caller closes `parts` after this object. `seed` is that of
-        the stochastic rounding of masters and moments that are not fp32.
+        `parameters` are those of `module` by weight name, one for each use of a tied weight. Their values are lost;
+        `put` sets them. The caller closes `parts` after this object. `seed` is that of stochastic rounding.
         """
         self.node, self.units, self.parameters = parts.node, parts.units, parameters
         self._module, self._device, self._drives, self._seed = module, parts.device, parts.drives, seed
@@ -276,12 +275,9 @@ class OffloadedModel:
         self.gradients.turn_to(micro_batch)
 
     def _begin_backward(self) -> None:
-        """Wait until the previous update has read the gradient sums, because the backward overwrites them.
-
-        One rank does not wait for state that is still being written, if pages are updated during this backward: they
-        are when that update has ended. Of several ranks the others could overwrite pages that rank 0's last record
-        names, so none of them begins before rank 0 has recorded the update.
-        """
+        """Wait until the previous update has read the gradient sums, because the backward overwrites them."""
+        # One rank does not wait for state that is still being written if pages are updated during this backward, which
+        # begins when that update has ended. Other ranks could overwrite pages that rank 0's last record names.
         if self.updater.speculates and self.node.world == 1:
             self.update_progress.wait_for_weights()
             self.stream.restore()
@@ -313,12 +309,10 @@ class OffloadedModel:
         return sums.norms() if order == 2.0 else self._unsharded().norms(order)
 
     def step(self, rules: Mapping[str, Hyper], *, scale: float) -> None:
-        """Update the weights in `rules` that have a gradient, with `scale` times their gradient sums.
+        """Update the weights in `rules` that have a gradient, with `scale` times their sums; then call `clear`.
 
-        Call it after `norm`, and `clear` after it. The update may still run when this returns; later uses of a weight
-        wait for it.
-
-        Raises TrainerError, here or at a later wait, if a drive failed. The state is then partly of the previous step.
+        The update may still run when this returns; later uses of a weight wait for it. Raises TrainerError, here or at
+        a later wait, if a drive failed. The state is then partly of the previous step.
         """
         assert not self.update_progress.is_running  # the backward has waited for the previous update
         self.store.flush()
@@ -409,10 +403,7 @@ class OffloadedModel:
 
     @torch.no_grad()
     def resume_from_pages(self, state: EngineState, newest: Sequence[int], sums: bytes) -> None:
-        """Resume from page files with the whole state: `state`, and what `PageCopies.record` returned. Collective.
-
-        Raises UserError if a page does not have its checksum.
-        """
+        """Resume from page files with the whole state: `state`, and what `PageCopies.record` returned. Collective."""
         self.store.copies.begin(newest, sums)
 
         def make_weights() -> None:

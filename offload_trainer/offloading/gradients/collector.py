@@ -78,10 +78,7 @@ class GradientIntake:
     def norms_of_all(
         self, norms: Mapping[str, torch.Tensor], *, order: Sequence[str], node: Node
     ) -> dict[str, torch.Tensor]:
-        """Return all weights' norms, of which each rank of a pipeline has some, and note that these have a gradient.
-
-        All ranks of `node` call it, and those of further pipelines give no norms. Then all ranks' sums are stored.
-        """
+        """Return all weights' norms, of which each rank of a pipeline has some, and note that these have a gradient."""
         found = torch.zeros(2, len(order))
         for number, name in enumerate(order):
             if name in norms:
@@ -100,10 +97,8 @@ class Gradients:
     def __init__(self, parts: EngineParts, store: UnitStore, *, order: Sequence[str]) -> None:
         """Allocate the sums on the device; `store` has the others, and the home and the dtype of all.
 
-        `order` lists the weights in the order in which their norms are summed. Of `parts`, the ring buffer is for sums
-        on drives, and for a GPU's gradients in RAM that are not a weight's first or have another dtype. The first
-        kernel adds gradients to sums in host memory, and measures these. The second, if it is a `CudaKernel`, adds and
-        measures sums in fp32 on the device, with the bits of torch.
+        `order` lists the weights in the order in which their norms are summed. The first kernel of `parts` adds
+        gradients to sums in host memory and measures them; the second does on the device, if it is a `CudaKernel`.
         """
         self._device, self._node = device, node = parts.device, parts.node
         self.store, self.dtype, units = store, store.dtype, parts.units
@@ -140,11 +135,9 @@ class Gradients:
     def report_to(self, complete: Complete | None, *, owners: Mapping[int, int]) -> None:
         """Begin a step's last backward: call `complete`, if given, for each unit whose weights all have gradients.
 
-        It is called from any thread, also autograd's, when the sums are stored and no rank uses the unit's weights in
-        this step any more. A unit with a weight that has no gradient in this backward is not reported.
-
-        `owners`: of a pipeline, the rank that computes each unit, in the order in which a backward completes them. All
-        ranks call this, and hear of all of these units.
+        It is called from any thread when the sums are stored and no rank uses the unit's weights in this step any more.
+        `owners`: of a pipeline, the rank that computes each unit, in the order in which a backward completes them; all
+        ranks hear of all of these units.
         """
         self._complete, self._own = complete, {}
         if complete is not None and self._node.world > 1:
@@ -169,20 +162,14 @@ class Gradients:
             complete(unit, None, error)
 
     def turn_to(self, micro_batch: int) -> None:
-        """Announce the micro-batch whose gradients arrive next; without this, one ends before the next begins.
-
-        Number 0 begins the next block. Sums of the one before it may still leave the device, but no others.
-        """
+        """Announce the micro-batch whose gradients arrive next; number 0 begins the next block."""
         if micro_batch == 0 and self._added_there:
             self._send_sums()
             self._downloads.begin_block()
         self._intake.micro_batch = micro_batch
 
     def add(self, name: str, gradient: torch.Tensor, *, last: bool) -> None:
-        """Add a gradient of this micro-batch from one use of a weight, asynchronously.
-
-        `last`: this is the step's last micro-batch, so the norm of the sum is computed.
-        """
+        """Add a gradient of one use of a weight, asynchronously; in the `last` micro-batch the sum is measured."""
         flat = self._intake.add(name, gradient)
         if flat is not None:
             self._add(name, flat, last=last)
@@ -256,10 +243,9 @@ class Gradients:
         return self._direct[name]
 
     def _add_in_host_memory(self, name: str, flat: torch.Tensor, *, first: bool, measured: bool) -> Future:
-        """Copy a gradient through the ring buffer in parts, which the thread adds to the sums.
+        """Copy a gradient through the ring buffer in parts, which the thread adds to the sums; return the copies' end.
 
-        Return a future for the end of the copies. `measured`: compute the norm of the new sum, with each part if the
-        parts can consist of whole pieces.
+        `measured`: compute the norm of the new sum, with each part if the parts can consist of whole pieces.
         """
         unit, place = self._intake.place[name]
         collecting = self._staged.collecting
@@ -329,15 +315,11 @@ class Gradients:
         self._put(self._staged.send_all).wait()
 
     def norms(self, order: float = 2.0) -> dict[str, torch.Tensor]:
-        """Return the norm of each weight's sum in the model's order (fp32, 0-dim, on the CPU). Call `finish` before.
-
-        An `order` other than 2 reads every sum again.
-        """
+        """Return the norm of each weight's sum in the model's order (fp32, 0-dim, on the CPU). Call `finish` before."""
         arrived = [name for name in self._order if name in self.arrived]
         if order != 2.0:
-            return {
-                name: torch.linalg.vector_norm(self.sums(name), order, dtype=torch.float32).cpu() for name in arrived
-            }
+            measure = partial(torch.linalg.vector_norm, ord=order, dtype=torch.float32)
+            return {name: measure(self.sums(name)).cpu() for name in arrived}
         for name in arrived:
             if name not in self._norms:  # the last micro-batch did not use the weight
                 self._norms[name] = self._norm_of_sum(name, self.sums(name))
@@ -350,10 +332,9 @@ class Gradients:
     def sums(self, name: str) -> torch.Tensor:
         """Return the sum of one weight (1-D): a view on the device, else a copy. Call `finish` before."""
         unit, place = self._intake.place[name]
-        resident = self.on_device(unit.index)
-        if resident is None:
-            return self.store.get(unit.index, place.start, place.weight.numel)
-        return resident[place.start : place.start + place.weight.numel]
+        if (resident := self.on_device(unit.index)) is not None:
+            return resident[place.start : place.start + place.weight.numel]
+        return self.store.get(unit.index, place.start, place.weight.numel)
 
     def replace(self, name: str, values: torch.Tensor) -> None:
         """Set the sum of one weight that has a gradient. Call `finish` before."""
@@ -380,12 +361,8 @@ class Gradients:
         return self._on_device.get(unit)
 
     def read(self, unit: int, start: int, buffer: torch.Tensor, *, after: Any) -> Future:
-        """Fill `buffer` (host memory) with a unit's sums from element `start` on, from the device or a drive.
-
-        `after` is the event on the device after which the sums are complete.
-        """
-        resident = self.on_device(unit)
-        if resident is not None:
+        """Fill `buffer` (host memory) with a unit's sums from element `start` on, complete after the event `after`."""
+        if (resident := self.on_device(unit)) is not None:
             return self._device.download([(resident[start : start + buffer.numel()], buffer)], after=after)
         return self.store.read(unit, start, buffer)
 
@@ -410,7 +387,7 @@ class Gradients:
 class Downloads:
     """Copies of gradients from the device to host memory, directly or through a ring buffer, in bounded numbers.
 
-    A GPU's copies for one unit are queued together; before that, nothing may wait for them. A CPU copies immediately.
+    A GPU's copies for one unit are queued together, with one event and one wait, for which Python takes 100 us.
     """
 
     def __init__(self, device: Device, ring: torch.Tensor) -> None:
@@ -469,10 +446,7 @@ class Downloads:
         return len(self._ring) // 4 // _ALIGN * _ALIGN
 
     def take(self, size: int) -> tuple[torch.Tensor, Future]:
-        """Return the next `size` bytes of the ring, and the future to complete when they have been read.
-
-        Errors of earlier pieces in that place are raised.
-        """
+        """Return the next `size` bytes of the ring, and the future to complete when they have been read."""
         assert size <= self.largest_piece
         start = self._next if self._next + size <= len(self._ring) else 0
         end = start + size
@@ -537,8 +511,7 @@ class StagedSums:
 
     def collecting(self, unit: int) -> torch.Tensor:
         """Return the host memory that currently holds the unit's sums."""
-        inside = self.store.host(unit)
-        if inside is not None:
+        if (inside := self.store.host(unit)) is not None:
             return inside
         self.claim(unit)
         staging = self._staging_of(unit)
@@ -555,10 +528,7 @@ class StagedSums:
         return staging.buffer[: self._units[unit].trained]
 
     def _clear_padding(self, unit: int, sums: torch.Tensor) -> None:
-        """Set this rank's padding between weights to zero, because the update reads it and it shares scales.
-
-        The sums of a weight start with its first gradient; without a gradient they are not read.
-        """
+        """Set this rank's padding between weights to zero, because the update reads it and it shares scales."""
         first, end = self._own[unit]
         places = [place for place in self._units[unit].places if place.weight.trainable]
         starts = [place.start for place in places[1:]] + [self._units[unit].trained]
@@ -568,8 +538,7 @@ class StagedSums:
                 sums[between].zero_()
 
     def _staging_of(self, unit: int) -> _Staging | None:
-        ring = self._stagings[self._units[unit].block]
-        return next((staging for staging in ring if staging.unit == unit), None)
+        return next((one for one in self._stagings[self._units[unit].block] if one.unit == unit), None)
 
     def _send(self, staging: _Staging) -> None:
         unit, staging.unit = staging.unit, None
@@ -582,8 +551,7 @@ class StagedSums:
 
     def send(self, unit: int) -> Future:
         """Start writing the sums of the most recent unit; the future completes when they are stored."""
-        staging = self._staging_of(unit)
-        if staging is None:
+        if (staging := self._staging_of(unit)) is None:
             return done()  # the sums are permanently in host memory
         self._send(staging)
         return staging.written

@@ -33,9 +33,6 @@ DESCRIPTION, RECORD = "store.json", "record"
 FIX = "Only a copy of that file can fix this"
 
 
-# -- contents ----------------------------------------------------------------------------------------------------------
-
-
 @exact_record
 class ManifestWeight:
     """A trainable weight: its unit, and its first element in the unit."""
@@ -106,10 +103,7 @@ def manifest_of(
 
 @exact_record
 class Newest:
-    """The content of a record: the step of the files, the valid pages, and other state that a resumed run needs.
-
-    The first record of a run, before any update, has no pages.
-    """
+    """The content of a record. The first one of a run, before any update, has no pages."""
 
     step: Steps
     newest: Annotated[str, Field(pattern="^[01]*$")]  # the valid copy of each page
@@ -149,10 +143,7 @@ class ManifestWriter:
             self._record.write(json.dumps({"step": 0, "newest": "", "run": self._run}).encode())
 
     def note(self, step: int, *, updating: bool) -> None:
-        """Note that the files contain the state after `step` updates, or with `updating` that an update is running.
-
-        The update does not change the copies that the record names, so its beginning is not recorded.
-        """
+        """Note that the files contain the state after `step` updates, or with `updating` that an update is running."""
         if not updating:
             self._store.sync()
         with self._lock:
@@ -161,9 +152,9 @@ class ManifestWriter:
                 self._write(self._committed)
 
     def commit(self, step: int, content: Mapping[str, Any]) -> None:
-        """Add content to the record of the state after `step` updates, and write the record.
+        """Add content to the record after `step` updates, and write it now, or when the running update ends.
 
-        If the update is still running, the record is written when it ends. The next update may begin only after this.
+        The next update may begin only after this.
         """
         with self._lock:
             self._committed = content
@@ -242,13 +233,14 @@ _BLOCK = 4096
 
 
 class Record:
-    """A writer of records of at most `most` bytes to the file at `path`."""
+    """A writer of records of at most `most` bytes to the file at `path`, in two slots in turn.
+
+    A slot that a kill or a power cut has torn fails its CRC-32, and the other one has the previous record. The file's
+    blocks are allocated when it is created, so writing a slot changes nothing else on the disk.
+    """
 
     def __init__(self, path: Path, *, most: int) -> None:
-        """Open or create the file. A record already in it stays current until the next `write`.
-
-        Raises OSError, and ValueError if an existing file has another size.
-        """
+        """Open or create the file. Raises OSError, and ValueError if an existing file has another size."""
         self._slot = _slot(most)
         found = _records(path, self._slot) if path.exists() else []
         self._number = max(found)[0] if found else 0

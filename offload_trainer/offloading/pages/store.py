@@ -73,10 +73,9 @@ class PageTable:
 
 
 class PageCopies:
-    """The valid and the newest copy of each page of a node, and the checksums of all copies.
+    """The valid and the newest copy of each page of a node, and the checksums of all copies, 0 for a new file's zeros.
 
-    Each rank writes and flips its own pages. All ranks of the node see `newest` and the checksums, which start as 0,
-    the checksum of zeros, because new files contain zeros. Checksums are of `data` (uint8): a page, or its masters.
+    Each rank writes and flips its own pages. Checksums are of `data` (uint8): a page, or its masters.
     """
 
     def __init__(self, table: PageTable, *, count: int, node: Node, compute: Sum) -> None:
@@ -152,10 +151,9 @@ class PageStore:
     """The optimizer state of a node, by page."""
 
     def __init__(self, parts: EngineParts) -> None:
-        """Allocate files, and memory for the pages in RAM and on the device. All ranks of a node call it.
+        """Allocate files with room for all copies, and memory, none for pages of other nodes (home ELSEWHERE).
 
-        Pages in RAM and in files, which have room for all copies, exist once per node; the caller decides which rank
-        updates which page. Pages of other nodes (home ELSEWHERE) take no memory.
+        All ranks of a node call it, and share RAM and files.
         """
         self._table = table = PageTable(parts.homes.pages, parts.format)
         self.pages, self.format, self.fields = table.pages, table.format, table.fields
@@ -194,13 +192,11 @@ class PageStore:
         return [host_buffer(max(staged), pinned=pinned) for _ in range(min(count, len(staged)))]
 
     def read(self, number: int, buffer: torch.Tensor, *, copy: int | None = None) -> Future:
-        """Fill `buffer` (uint8, the page's size) from the page's drive or from the device.
+        """Fill `buffer` (uint8, the page's size) from the device, or with the valid or another `copy` from a drive.
 
-        From a drive this reads the valid copy, or `copy` if given. From the device it reads the content after the
-        work queued so far on the side stream. The future raises DamagedPage if the page differs from what was written.
+        The future raises DamagedPage if a page from a drive differs from what was written.
         """
-        resident = self.on_device(number)
-        if resident is not None:
+        if (resident := self.on_device(number)) is not None:
             return self._copy(resident, buffer)
         copy = self.copies.valid(number) if copy is None else copy
         read = self._transfers.read(*self._where(number, copy), buffer)
@@ -208,8 +204,7 @@ class PageStore:
 
     def write(self, number: int, buffer: torch.Tensor) -> Future:
         """Write the page's new bytes. With two copies on a drive the valid copy stays until `copies.flip`."""
-        resident = self.on_device(number)
-        if resident is not None:
+        if (resident := self.on_device(number)) is not None:
             return self._copy(buffer, resident)
         copy = self.copies.free(number)
         self.copies.written(number)
@@ -218,8 +213,7 @@ class PageStore:
 
     def _compare(self, number: int, copy: int, data: torch.Tensor) -> None:
         """Raise DamagedPage if the checksums of a page, or of its masters, differ from those of what was written."""
-        wrong = self.copies.differing(number, copy, data)
-        if wrong is not None:
+        if (wrong := self.copies.differing(number, copy, data)) is not None:
             (file, offset), size = self._where(number, copy), self.bytes_of(number)
             raise DamagedPage(
                 f"{file.path}: page {number}, {size} bytes at {offset}, is damaged, or of another step or run: its "
@@ -244,8 +238,7 @@ class PageStore:
         """Yield (page, its zeroed fields), to be filled before the next; at the end all are written and valid."""
         leaving = deque((buffer, done()) for buffer in self.buffers(2))
         for number in numbers:
-            inside = self.in_memory(number)
-            if inside is not None:
+            if (inside := self.in_memory(number)) is not None:
                 yield number, self.fields(number, inside.zero_())
                 continue
             buffer, written = leaving.popleft()
@@ -342,17 +335,13 @@ class UnitStore:
         return self._files[self.homes[unit]], self._offsets[unit] + start * self.dtype.itemsize
 
     def get(self, unit: int, start: int, count: int) -> torch.Tensor:
-        """Return a copy of `count` elements from `start` on.
-
-        From a file this reads only the aligned range around them, because writes to other parts may be in flight.
-        """
+        """Return a copy of `count` elements from `start` on; from a file only the aligned range around them is read."""
         inside = self.host(unit)
         return inside[start : start + count].clone() if inside is not None else self._around(unit, start, count)[1]
 
     def put(self, unit: int, start: int, values: torch.Tensor) -> None:
         """Set elements from `start` on to `values` (1-D, any dtype); in a file only the aligned range around them."""
-        inside = self.host(unit)
-        if inside is not None:
+        if (inside := self.host(unit)) is not None:
             inside[start : start + values.numel()].copy_(values)
             return
         whole = not (start % ALIGN or values.numel() % ALIGN)
@@ -370,13 +359,9 @@ class UnitStore:
 
 
 class PageSnapshot:
-    """A consistent snapshot of the pages `numbers` of `store`, read page by page while training continues.
+    """A consistent snapshot of the pages `numbers` of `store`, read in order while training continues.
 
-        reader   page 0, 1, 2, ... in order; pages on drives and on the device are prefetched
-        update   waits before it overwrites a page that has not been read yet (`wait_for`)
-
-    Only the update changes pages. So the forward, the backward, and updates of pages that have been read continue.
-    Pages with two copies on their drive do not block the next update either, because it writes the other copy.
+    An update waits before it overwrites a page that has not been read (`wait_for`), unless it writes another copy.
     """
 
     def __init__(self, store: PageStore, numbers: Sequence[int]) -> None:
@@ -406,8 +391,7 @@ class PageSnapshot:
                 arriving.append((buffer, store.read(following, data, copy=self._copies[following])))
             if self._closed:
                 raise TrainerError("the state was let go of before it was written")
-            inside = store.in_memory(number)
-            if inside is not None:
+            if (inside := store.in_memory(number)) is not None:
                 yield number, store.fields(number, inside)
                 self._may_change(number)
             else:

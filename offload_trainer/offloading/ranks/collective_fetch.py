@@ -33,20 +33,14 @@ class Turn:
         self.decided = self.together = False
 
     def run(self, work: Callable[[], object]) -> Future:
-        """Declare that the destination is known, and run `work` once, on a thread, at this rank's turn.
-
-        Return a future that ends with it, or with an earlier error.
-        """
+        """Declare that the destination is known, and run `work` once, on a thread, at this rank's turn."""
         ended = followed(self.begun, work)
         self.destination.finish_part()
         return ended
 
 
 class Turns:
-    """Rounds between all ranks on one thread, and the fetches that all ranks do together on another.
-
-    One thread of each rank announces what it does next.
-    """
+    """Rounds in which one thread of each rank announces what it does next, and the fetches that all do together."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -64,10 +58,7 @@ class Turns:
         self._rounds.submit(until_all_meet).wait()
 
     def announce(self, unit: int) -> Turn:
-        """Announce that this rank needs the unit next.
-
-        The destination may be given later, when the unit has its new weights on every rank.
-        """
+        """Announce that this rank needs the unit next; its destination may be given later."""
         turn = Turn()
         self._waiting = [one for one in self._waiting if not one.begun.done] + [turn]
 
@@ -131,10 +122,7 @@ class WeightFetches:
             self._between = ranks.group_of(node.nodes, gpus=gpus)
 
     def source(self, unit: int) -> torch.Tensor | Read:
-        """Return the source of a unit's weights: host memory, or a function that fills a buffer.
-
-        With several ranks this already announces the fetch, so that ranks that need the same unit next share it.
-        """
+        """Return the source of a unit's weights: host memory, or a function that fills a buffer, announced already."""
         host = self._store.host(unit)
         if self._turns is None:
             return host if host is not None else (lambda buffer: self._store.read(unit, 0, buffer))

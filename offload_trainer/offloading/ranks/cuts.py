@@ -38,10 +38,7 @@ class Like:
 
 
 class Cuts:
-    """The slots between the blocks of a model, whose block b is computed by the rank `owners[b]`, of all ranks.
-
-    The last of `owners` computes what follows the blocks, and the first also what precedes them.
-    """
+    """The slots between the blocks of a model, whose block b the rank `owners[b]` computes, the last what follows."""
 
     def __init__(
         self,

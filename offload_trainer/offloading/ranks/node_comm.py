@@ -27,8 +27,8 @@ class Node:
     def __init__(self, *, together: bool = False, by_parts: bool = False, every: int = 1) -> None:
         """Connect to the other ranks, which were joined before, if `together`; all ranks call it then.
 
-        `by_parts`: the node's ranks fetch weights from RAM as shards and all-gather them, if there are several.
-        `every`: only ranks at a multiple of this distance belong together; they are numbered 0, 1, ... here.
+        `by_parts`: the node's ranks fetch weights from RAM as shards, if there are several. `every`: only ranks at a
+        multiple of this distance belong together; they are numbered 0, 1, ... here.
         """
         (rank, world), nodes = (ranks.place_here(), ranks.nodes()) if together else ((0, 1), (range(1),))
         self.rank, self.world = rank // every, world // every
@@ -80,11 +80,7 @@ class Node:
         return memory
 
     def memory_of_each(self, size: int, *, pinned: bool = False) -> dict[int, torch.Tensor]:
-        """Return `size` shared bytes for each rank of the node, by rank. All ranks of the node can read them.
-
-        With `pinned` only this rank's own bytes are pinned. Other ranks' devices do not copy into them, and pinning all
-        of them in every rank would multiply the size of the driver's tables.
-        """
+        """Return `size` shared bytes for each rank of the node, by rank; with `pinned` this rank's own are pinned."""
         if size == 0:
             return {}
         each = -(-size // PAGE) * PAGE  # CUDA pins whole pages of memory
@@ -97,10 +93,7 @@ class Node:
     # -- barriers -----------------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Wait until every rank has reached the barrier.
-
-        Raises TrainerError if a rank did not come in time, and PeerFailed if another rank has ended.
-        """
+        """Wait until every rank has reached the barrier. Raises TrainerError if one does not come in time."""
         if self.meet is not None:
             self.meet()
         elif self.world > 1:
@@ -130,8 +123,7 @@ class Node:
     def broadcast(self, values: torch.Tensor, *, source: int, connections: Connections | None = None) -> None:
         """Broadcast `values` (1-D, contiguous, on the device) in place from rank `source`. All ranks call it.
 
-        `connections` are those of the calling thread if it is not the training thread. GPUs have one group of
-        connections, which only one thread may use at a time.
+        `connections` are those of the calling thread if it is not the training thread; GPUs have them for one thread.
         """
         if self.world == 1:
             return
@@ -141,10 +133,7 @@ class Node:
         ranks.broadcast(values, source=source, group=between)
 
     def broadcast_across(self, values: torch.Tensor, *, source: int, connections: Connections | None = None) -> None:
-        """Broadcast `values` (1-D, contiguous, in host memory) in place from rank `source` to its `counterparts`.
-
-        All ranks in `counterparts` call it. `connections`: see `broadcast`.
-        """
+        """Broadcast `values` (1-D, in host memory) from rank `source` to its `counterparts`, which all call it."""
         if len(self.nodes) > 1:
             ranks.broadcast(values, source=source, group=(connections or self._connections)[1])
 

@@ -45,11 +45,9 @@ class ShardedGradients:
     ) -> None:
         """Allocate the outboxes and inboxes. All ranks call it.
 
-        Args:
-            stages: the units of which this rank gets gradients, in the order in which a backward completes them; of a
-                pipeline those of each block, all of whose micro-batches come before the next block's.
-            sums: the sums of the ranks `node.peers`, which get gradients of the same units.
-            given: the dtype of the gradients. `Gradients` explains the other arguments.
+        `stages`: the units of which this rank gets gradients, in the backward's order; of a pipeline those of each
+        block. `sums`: those of the ranks `node.peers`, which get gradients of the same units. `given`: the gradients'
+        dtype.
         """
         units = [unit for stage in stages for unit in stage]
         self.store, self.dtype = sums.store, sums.store.dtype
@@ -286,9 +284,9 @@ class ShardedNorms:
         self._cut: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # parts of pieces: to send, and to be completed
 
     def take(self, names: Iterable[str], sums: torch.Tensor, *, staged: bool) -> None:
-        """Compute this rank's partial norms of these weights of one unit.
+        """Compute this rank's partial norms of these weights; of the unit's `sums` only this rank's range is valid.
 
-        `sums` holds the unit's sums; only this rank's range is valid. `staged`: the memory will be reused soon.
+        `staged`: their memory will be reused soon.
         """
         for name in names:
             share = self._shares[name]
@@ -303,10 +301,7 @@ class ShardedNorms:
             self._cut[name] = (given.clone(), begun.clone()) if staged else (given, begun)
 
     def of(self, arrived: Container[str]) -> dict[str, torch.Tensor]:
-        """Return the norms (fp32, 0-dim) of the weights that have arrived, in order and equal on all ranks.
-
-        All ranks call it, after `take` for all of these weights.
-        """
+        """Return the norms (fp32, 0-dim) of the weights that have arrived, equal on all ranks, which call it."""
         shares = {name: share for name, share in self._shares.items() if name in arrived}
         gets = {
             name: [(rank, torch.empty(end - first, dtype=self._dtype)) for rank, first, end in share.parts.gets]

@@ -54,7 +54,7 @@ class PagePipeline:
     ) -> None:
         """Allocate `slots` buffers for the staged ones of `pages`, which arrive in that order.
 
-        `shadows` are the pages in RAM that may be offered to a speculative step, as all pages on drives may.
+        Pages on drives, and the `shadows` in RAM, may be offered to a speculative step.
         """
         self._store, self._weights, self._gradients = stores.state, stores.weights, stores.gradients
         self._memory, routes = {page.route.number: page for page in pages}, [page.route for page in pages]
@@ -141,10 +141,7 @@ class PagePipeline:
             self._fill(slot)
 
     def next(self) -> PageMemory | None:
-        """Wait for the next page and return it, or None at an `interrupt`; raise transfer errors.
-
-        Staged pages that have arrived come before pages in RAM, so that drives do not wait.
-        """
+        """Wait for the next page, a staged one first, and return it, or None at an `interrupt`; raise errors."""
         with self._lock:
             self._lock.wait_for(lambda: self._arrived or self._ready_in_ram)
             arrived = self._arrived.popleft() if self._arrived else self._ready_in_ram.pop()
@@ -170,10 +167,7 @@ class PagePipeline:
     # -- speculative updates ------------------------------------------------------------------------------------------
 
     def expect(self, step: object) -> None:
-        """Accept offers of pages for a speculative step, and prefetch in the order of the last step's offers.
-
-        Pages that have been offered to it before are staged now. `interrupt`, then `begin` or `withdraw`, ends this.
-        """
+        """Accept offers of pages for a speculative step, until `interrupt` and then `begin` or `withdraw`."""
         self.read_ahead()
         with self._lock:
             self._offered_to = step
@@ -185,11 +179,10 @@ class PagePipeline:
                 self.offer(step, unit, made, None)
 
     def read_ahead(self, *, writing: Mapping[int, Future] | None = None) -> None:
-        """Prefetch for a speculative step, unless no earlier one has shown the order of its offers.
+        """Prefetch for a speculative step, if an earlier one has shown the order of its offers.
 
-        Half of the slots are for the pages that the next forward needs first. Their gradients come last, and reading
-        their state only then would hold up that forward. The other slots follow the last step's offers. A page in
-        `writing` is read when its write has ended.
+        Half of the slots are for the pages that the next forward needs first: their gradients come last, and reading
+        their state only then would hold up that forward. A page in `writing` is read when its write has ended.
         """
         if self._prefetching or not self._order:
             return
@@ -227,9 +220,8 @@ class PagePipeline:
     def _overdue_pages(self, offered: int) -> list[tuple[int, Future]]:
         """Return the slots, with their reads, that prefetched pages must give up because others need them.
 
-        These are pages whose unit came before the unit `offered` in the previous step and has not come now. If
-        prefetched pages fill all slots, all of them give up theirs: units may come in another order, and nothing else
-        would free a slot.
+        These are pages whose unit came before the unit `offered` in the previous step and has not come now, or all if
+        they fill all slots: units may come in another order, and nothing else would free a slot.
         """
         turn = self._turns.get(offered, -1)  # The first pages of the forward are expected without a turn.
         late = {offered, *(unit for unit, its in self._turns.items() if its <= turn)}

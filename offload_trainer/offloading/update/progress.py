@@ -23,8 +23,8 @@ class UpdateProgress:
     ) -> None:
         """Track `pages`, which are all that an update changes on this rank.
 
-        `agree(unit)`, with several ranks, returns when every rank has called it and the new weights of all ranks have
-        arrived. `units` lists the units that any rank changes, in the order of the forward.
+        With several ranks, `agree(unit)` returns when the new weights of all have arrived; `units` are those that any
+        rank changes, in the order of the forward.
         """
         self._pages = Counter(page.unit for page in pages)
         self._left: Counter[int] = Counter()  # pages of each unit that are not written yet
@@ -63,10 +63,7 @@ class UpdateProgress:
             self._fail(error)
 
     def when_written(self, unit: int, *, weights: Future, whole: Future, pages: int = 1) -> None:
-        """Report pages of the unit when their weights are written, or with several ranks when their state is as well.
-
-        `whole` completes after both.
-        """
+        """Report pages of the unit when their weights are written; with several ranks, when their state is as well."""
 
         def written(error: BaseException | None) -> None:
             if error is not None:

@@ -43,25 +43,16 @@ class StepParams:
     noise_seed: int | None  # seed of stochastic rounding, if there is any
 
     def noise(self, unit: int) -> Noise | None:
-        """Return the random bits of a unit's masters and moments.
-
-        They depend on the largest step count of the weights that are updated there. One over all weights stands still
-        while those with fewer steps are updated alone; their bits would repeat.
-        """
+        """Return the random bits of a unit's masters and moments."""
+        # The largest step over all weights stands still while those with fewer are updated alone; bits would repeat.
         step = max((part.step for part in self.ranges[unit]), default=0)
         return None if self.noise_seed is None else Noise(self.noise_seed, step)
-
-    def same_for(self, other: StepParams, unit: int) -> bool:
-        """Return whether both parameter sets give a unit's pages the same new state."""
-        same = self.scale == other.scale and self.noise_seed == other.noise_seed
-        return same and self.ranges[unit] == other.ranges[unit]
 
 
 def ranges_of(unit: Unit, rules: Mapping[str, Hyper], steps: Mapping[str, int]) -> list[ParamRange]:
     """Return the unit's ranges that are updated (weights in `rules`), merged where hyperparameters and steps agree.
 
-    `steps` counts the steps of each weight, including this one. Ranges include the padding after a weight, except those
-    of weights that consist of matrices updated as a whole.
+    `steps` includes this one. Ranges include the padding after a weight, except after matrices updated as a whole.
     """
     places = [place for place in unit.places if place.weight.trainable]
     ends = [place.start for place in places[1:]] + [unit.trained]
@@ -90,7 +81,10 @@ class SpeculativeStep:
 
     def kept(self, params: StepParams, pages: Sequence[Page]) -> set[int]:
         """Return the updated pages that are valid for the step's actual parameters."""
-        same = {unit: self.expected.same_for(params, unit) for unit in {pages[n].unit for n in self.written}}
+        if replace(self.expected, ranges=params.ranges) != params:
+            return set()
+        pairs = zip(self.expected.ranges, params.ranges, strict=True)
+        same = [expected == actual for expected, actual in pairs]
         return {number for number in self.written if same[pages[number].unit]}
 
 
@@ -166,10 +160,7 @@ class Updater:
         return [self._whole(run) if len(run) > 1 else run[0] for run in runs]
 
     def _whole(self, run: Sequence[PageMemory]) -> PageMemory:
-        """Return the memory of all pages of a run.
-
-        Its number is that of the last page: a snapshot reads pages in order, so it has then read the others too.
-        """
+        """Return the memory of all pages of a run, numbered as the last, which a snapshot reads after the others."""
         page, state, count = run[0].route.page, run[0].state, len(run)
         route = replace(run[-1].route, page=replace(page, elements=count * page.elements))
         rows = state.as_strided((count, state.numel()), (state.numel(), 1))
@@ -181,10 +172,9 @@ class Updater:
         return self._snapshot
 
     def start(self, params: StepParams, *, at_end: Callable[[], None]) -> None:
-        """Start one step's update; `UpdateProgress.finish` waits for its end.
+        """Start one step's update, and call `at_end` after everything has been written back.
 
-        `at_end` is called after everything has been written back. If a drive fails, every wait raises TrainerError, and
-        the state is partly of the previous step and partly of this one.
+        `UpdateProgress.finish` waits for its end, and raises TrainerError each time if a drive failed.
         """
         after, speculative = self._device.mark(), self._end_speculation()
         self._update_progress.begin(since=speculative.began if speculative else None)
@@ -214,10 +204,7 @@ class Updater:
             self._update_progress.end(None)
 
     def _update_all(self, params: StepParams, after: Any, kept: Set[int], undone: Set[int]) -> None:
-        """Queue the device's pages, and compute the others as they arrive; all gradients are complete after `after`.
-
-        Pages in `kept` have been updated, and those in `undone` are restored first.
-        """
+        """Update all pages but those in `kept`; restore those in `undone` first. Gradients are complete at `after`."""
         self.pipeline.begin(after=after, skip=kept)
         for unit, pages in self._device_pages.items():
             with self._device.side_stream(after=after):
@@ -258,8 +245,7 @@ class Updater:
     def expect(self, params: StepParams) -> None:
         """Announce the expected parameters of the next step; `start` or `skip` must follow.
 
-        The state that its backward completes first is prefetched from now on, or after the current update. Pages on
-        drives and pages with shadow memory are updated as soon as the last backward has completed their gradients.
+        Pages on drives and pages with shadow memory are updated as soon as its last backward completes their gradients.
         """
         assert self._thread is not None
         assert self._speculative is None

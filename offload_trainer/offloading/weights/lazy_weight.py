@@ -21,10 +21,7 @@ _FACTS = FACTS - {"stride", "is_contiguous"}  # strides and contiguity differ fr
 
 
 class LazyWeight(torch.Tensor):
-    """A lazy tensor, created by `of`. Torch operations run on its values and return plain tensors.
-
-    Only results that share memory with a writable lazy tensor are lazy as well.
-    """
+    """A lazy tensor, created by `of`. Results of operations are lazy only if they share a writable one's memory."""
 
     read: Callable[[], torch.Tensor]
     write: Callable[[torch.Tensor], None] | None
@@ -43,9 +40,8 @@ class LazyWeight(torch.Tensor):
     ) -> LazyWeight:
         """Return a lazy tensor with the shape of `like`, and its dtype unless `dtype` is given.
 
-        `read` returns the values, on `device`. `write` receives them after an in-place operation; without it such an
-        operation raises UserError. `keeps`: keep the values in memory once their address is requested; otherwise that
-        raises UserError.
+        `read` returns the values, on `device`. `write` receives them after an in-place operation, which otherwise
+        raises UserError. So does a request for their address unless it `keeps` them in memory from then on.
         """
         nothing = torch.full((), torch.nan, dtype=dtype or like.dtype, device=device)
         made = nothing.expand(like.shape).as_subclass(cls)

@@ -58,7 +58,7 @@ def _refusing(name: str) -> Any:
 
 
 # torch does not call `__torch_function__` for `set_`, `as_subclass` and `_use_count`, which only
-# torch.utils.swap_tensors calls, at its start. The next four functions are methods of both classes.
+# torch.utils.swap_tensors calls, at its start. `_METHODS` are those of both classes.
 
 
 def _detached(one: Shared) -> Any:
@@ -80,12 +80,12 @@ def _refuse_swapping(one: Shared) -> NoReturn:
     )
 
 
-def _refuse_set(one: Shared, *_: Any, **__: Any) -> NoReturn:
-    refuse_write("set_", _parameter_of(one))
-
-
-def _refuse_subclass(one: Shared, cls: Any) -> NoReturn:
-    _refuse_giving("as_subclass", _parameter_of(one))
+_METHODS: Any = (
+    _detached,
+    lambda one, *_, **__: refuse_write("set_", _parameter_of(one)),
+    lambda one, _: _refuse_giving("as_subclass", _parameter_of(one)),
+    _refuse_swapping,
+)
 
 
 class OffloadedParameter(nn.Parameter):
@@ -96,7 +96,7 @@ class OffloadedParameter(nn.Parameter):
     version: int  # expected version counter; a larger one means that the parameter was written to
     real, imag = _refusing("real"), _refusing("imag")
     __torch_function__: Any = classmethod(lambda _, func, types, args=(), kwargs=None: _run(func, args, kwargs or {}))
-    detach, set_, as_subclass, _use_count = _detached, _refuse_set, _refuse_subclass, _refuse_swapping
+    detach, set_, as_subclass, _use_count = _METHODS
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise UserError(f"{self.weight} belongs to an offloaded model, which cannot be copied: load another")
@@ -112,7 +112,7 @@ class ParameterView(torch.Tensor):
     start: int  # byte offset from the start of the parameter
     real, imag = _refusing("real"), _refusing("imag")
     __torch_function__: Any = classmethod(lambda _, func, types, args=(), kwargs=None: _run(func, args, kwargs or {}))
-    detach, set_, as_subclass, _use_count = _detached, _refuse_set, _refuse_subclass, _refuse_swapping
+    detach, set_, as_subclass, _use_count = _METHODS
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return copy.deepcopy(self.clone(), memo)

@@ -117,8 +117,8 @@ class WeightPrefetcher:
     def attach(self, model: nn.Module, *, overlaps: bool) -> None:
         """Register a pre-hook on each module for the units of its direct weights, or of a block for all inside it.
 
-        Modules inside a block have one as well, because transformers recomputes a block without calling the block's own
-        hooks. `overlaps`: updates run during the next forward, so modules wait for units in place too.
+        transformers recomputes a block without the block's own hook. `overlaps`: updates run during the next forward,
+        so modules wait for units in place too.
         """
         unit_of = {use: weight.unit for weight in self._named.values() for use in weight.uses}
         blocks = {unit.name for unit in self._weights.units if unit.block}
@@ -148,8 +148,7 @@ class WeightPrefetcher:
     def _before(self, fetched: Sequence[int], waited: Sequence[int], *, saves: bool) -> Callable[..., None]:
         """Return a forward pre-hook that fetches units, and waits for the updates of others.
 
-        `saves`: autograd saves the module's weights for its backward. An embedding's backward needs no weights, so
-        embeddings may be called outside the model's forward, as PEFT's prompt tuning does.
+        `saves`: autograd saves the module's weights. It saves no embedding's, which PEFT's prompt tuning calls alone.
         """
 
         def hook(*_: Any) -> None:
@@ -176,10 +175,7 @@ class WeightPrefetcher:
         return not_compiled(hook)
 
     def _note_recomputation(self, unit: int) -> None:
-        """Protect a checkpointed part's units from eviction until another part is recomputed.
-
-        The recomputation saves plain views into the ring buffers. Raises UserError if checkpointing is reentrant.
-        """
+        """Protect a checkpointed part's units, of which plain views are saved, until another part is recomputed."""
         if not (in_backward() and torch.is_grad_enabled()):
             return
         hooks = hooks_of_autograd()
@@ -343,10 +339,7 @@ class WeightPrefetcher:
             self._blocked.discard(unit)
 
     def restore_uncalled(self) -> None:
-        """Restore the units that no module's call has needed so far: code may read their weights directly.
-
-        ProphetNet reads its n-gram embeddings so. The first forward shows which they are, before the first update.
-        """
+        """Restore the units that no module's call has needed so far: ProphetNet reads n-gram embeddings directly."""
         self.restore(self._blocked - self._called)
 
     # -- reading weights outside their modules ------------------------------------------------------------------------
@@ -354,9 +347,8 @@ class WeightPrefetcher:
     def borrow_weights(self, names: Sequence[str]) -> AbstractContextManager[None]:
         """Return a context in which these weights have their values, for one operation.
 
-        An offloaded weight is copied into separate memory. So is one in a ring buffer if autograd would save it without
-        hooks that could fetch it again. The copy stays until other weights are borrowed without it, or the weights
-        change. Autograd saves the copy itself.
+        An offloaded weight is copied into separate memory, which autograd may save; so is one in a ring buffer if
+        autograd has no hooks. The copy stays until other weights are borrowed without it, or the weights change.
         """
         self.restore(self._named[name].unit for name in names)
         return self._borrowing(names) if self.fetches else nullcontext()

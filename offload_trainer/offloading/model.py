@@ -19,8 +19,7 @@ from offload_trainer.offloading.pages.manifest import ManifestWriter
 from offload_trainer.offloading.pages.named_state import TieredSnapshot, TieredState
 from offload_trainer.offloading.pages.store import DamagedPage
 from offload_trainer.offloading.update.updater import StepParams, Updater, ranges_of
-from offload_trainer.offloading.weights.lazy_weight import LazyWeight
-from offload_trainer.offloading.weights.parameter import offload_parameter
+from offload_trainer.offloading.weights.parameter import LazyWeight, offload_parameter
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.optim.loss_scale import CONSTANT
 from offload_trainer.optim.rules import Hyper

@@ -25,8 +25,7 @@ from offload_trainer.errors import NonFiniteGradient, UserError
 from offload_trainer.model.pretrained import persistent_buffers
 from offload_trainer.offloading.autograd import not_compiled, refuse_recording
 from offload_trainer.offloading.model import OffloadedModel
-from offload_trainer.offloading.weights.lazy_weight import LazyWeight
-from offload_trainer.offloading.weights.parameter import OffloadedParameter, refuse_write, refuse_written
+from offload_trainer.offloading.weights.parameter import LazyWeight, OffloadedParameter, refuse_write, refuse_written
 from offload_trainer.optim.norms import clip_factor
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.tiered.state_formats import ADAMW, MUON, UpdateRule

@@ -17,7 +17,7 @@ from small_architectures import ARCHITECTURES, reference
 import offload_trainer as ot
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.pages.store import UnitStore
-from offload_trainer.offloading.weights.quantised import QuantisedUnit
+from offload_trainer.offloading.weights.placed import QuantisedUnit
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import units_of

@@ -382,7 +382,7 @@ class TierMap:
 # A quantised weight is divided into blocks of consecutive elements. A code selects one of the format's numbers between
 # -1 and 1, and an element is that number times the largest absolute value of its block, the scale. Weights are rounded
 # to bf16 before they are quantised. Scales are then bf16 numbers, so 2 bytes store them exactly, and the stored bytes
-# do not depend on the run's dtype. `offloading/weights/quantised.py` computes codes and values with bitsandbytes.
+# do not depend on the run's dtype. `offloading/weights/placed.py` computes codes and values with bitsandbytes.
 
 SCALE_BYTES = 2  # bf16
 PIECE = 1 << 20  # elements that are quantised at a time, and on a CPU dequantised at a time

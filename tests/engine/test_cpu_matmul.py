@@ -1,6 +1,4 @@
-"""Tests of 16-bit matrix products on CPUs without 16-bit units: fp32 products are rounded once, also if computed in
-pieces.
-"""
+"""Tests of 16-bit matrix products on CPUs without 16-bit units: fp32 products are rounded once."""
 
 import pytest
 import torch

@@ -26,9 +26,7 @@ def slow_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Record, for each step that was started speculatively, how many of its updated pages were kept, and of how
-    many.
-    """
+    """Record how many pages each speculative step has updated, and how many of these were kept."""
     return record_kept(monkeypatch)
 
 

@@ -1,6 +1,4 @@
-"""Test that steps match loops of torch and transformers that use nothing of this package: the update bit for bit, and a
-loss that is one mean over all counted targets of a step's micro-batches.
-"""
+"""Test that steps match loops of torch and transformers that use nothing of this package."""
 
 from pathlib import Path
 
@@ -58,10 +56,7 @@ def plain_loop(folder: Path, *, dtype: torch.dtype, clip: float, steps: int) -> 
     [(["--engine", "plain"], 0.3), (["optim.kernel=torch"], 0.3), (["optim.kernel=native"], 0.3), ([], 1000.0)],
 )
 def test_clipped_steps_are_torchs_clip_grad_norm(words: list[str], clip: float, dtype: str, pretrained: Path) -> None:
-    """Losses, norms and masters match, and start from the stored fp32 values whatever the run's dtype is.
-
-    Gradients below the limit keep their scale.
-    """
+    """Losses, norms and masters match, and start from the stored fp32 values whatever the run's dtype is."""
     torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     wished = ["model.random_init=false", "--dtype", dtype, f"optim.max_grad_norm={clip}", *words]
     with engine(pretrained, *wished) as ours:

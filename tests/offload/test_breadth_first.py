@@ -1,6 +1,4 @@
-"""Tests of micro-batches that pass through a model block by block: the bits are plain torch's, weights are fetched
-once a pass, and what cannot run so is named.
-"""
+"""Tests of micro-batches that pass through a model block by block, and of what cannot run so."""
 
 import threading
 from pathlib import Path
@@ -113,9 +111,7 @@ def test_auto_chooses_it_if_weights_are_read_for_each_micro_batch() -> None:
 
 
 def test_memory_grows_by_inputs_of_all_micro_batches() -> None:
-    """gpt2-xl on a GPU with 8 x 1 x 1024 tokens has 48 inputs of 3.3 MB in each micro-batch; away, all but two leave
-    the GPU.
-    """
+    """gpt2-xl with 8 x 1 x 1024 tokens has 48 inputs of 3.3 MB in each micro-batch; away, two stay on the GPU."""
     each, shape = 2 * 1024 * 1600, gpt2_shape(PRESETS["gpt2-xl"] | {"vocab_size": 4096})  # the peak is in a block
     for order, many in (("depth_first", 48 * each), ("breadth_first", 8 * 48 * each)):
         for away, others in (("false", {}), ("true", {"ram": many})):

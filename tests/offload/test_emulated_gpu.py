@@ -1,6 +1,4 @@
-"""Tests of the CUDA device on simulated streams that run late, and of the emulated GPU: the engine trains on it as
-plain torch does, and it finds what fails on CUDA.
-"""
+"""Tests of the CUDA device on simulated streams that run late, and of training on the emulated GPU."""
 
 import math
 import threading
@@ -131,10 +129,7 @@ def test_clipped_steps_do_not_depend_on_the_placement(
 
 
 def test_a_further_micro_batch_waits_at_most_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers looks in each forward whether rows are packed (`find_packed_sequence_indices`).
-
-    Phases that are timed on the host add four waits.
-    """
+    """transformers looks in each forward whether rows are packed (`find_packed_sequence_indices`)."""
     model = model_directory(tmp_path / "gpt2", "gpt2")
     for words in (RAM, ["--params", "gpu"]):
         waits: dict[bool, list[int]] = {True: [], False: []}  # phases are timed by the device's events, or on the host
@@ -193,9 +188,7 @@ def test_a_missing_wait_would_show(faults: Any, tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_unit_from_a_drive_is_copied_as_soon_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that completes the read queues the copy, before the weights are needed; the compute stream is not
-    delayed. A failed read is raised by the wait for it.
-    """
+    """The thread that completes the read queues the copy; a failed read is raised by the wait for it."""
     with queued(monkeypatch, haste=0.0) as cuda:
         device, into, read = cuda.device(staging_bytes=4096, stagings=1), torch.zeros(1024), Future()
         filled: list[torch.Tensor] = []

@@ -1,8 +1,4 @@
-"""Tests of gradients in transit: which threads wait, memory bounds, and norms. test_tiered.py tests the results.
-
-Gradients of several ranks add up to one rank's sums bit for bit, whichever rank had one and in whatever order they
-arrived, and a unit is ready only after all of them have updated it.
-"""
+"""Tests of gradients in transit: which threads wait, memory bounds, and norms. test_tiered.py tests the results."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -131,9 +127,7 @@ def stands_at(sent: int, device: NotingDevice, thread: threading.Thread) -> bool
 
 
 def test_beyond_the_bound_the_oldest_copy_is_waited_for() -> None:
-    """Blocks' weights have 12,000 and 120 bytes. If 13,000 may be in flight in addition to the largest, the third
-    block's matrix waits.
-    """
+    """13,000 bytes may be in flight in addition to the largest, so the third block's matrix (12,000) waits."""
     units, device = model(), NotingDevice(holds=True)
     with sums(units, RAM, device=device, dtype=torch.bfloat16, in_flight_bytes=13_000) as gradients:
         thread = on_a_thread(lambda: hand_over(gradients, units, last=True, seed=0))
@@ -163,9 +157,7 @@ def test_beyond_the_bound_the_oldest_copy_is_waited_for() -> None:
 def test_a_units_gradients_leave_together(
     together: int, changes: dict[str, Any], groups: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Large gradients do not wait for further ones, and nothing waits for a copy that is not queued, nor does an end
-    in the middle of a backward.
-    """
+    """Large gradients do not wait for further ones, and nothing waits for a copy that is not queued."""
     monkeypatch.setattr(module, "_TOGETHER", together)
     units, device, given = model(), NotingDevice(holds=False), dict[str, torch.Tensor]()
     with sums(units, RAM, device=device, **changes) as gradients:
@@ -304,11 +296,7 @@ def _threads_of_sums() -> set[threading.Thread]:
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-5)])
 def test_norms_of_large_gradients_are_right(dtype: torch.dtype, bound: float, seed: int) -> None:
-    """Norms match fp64 and torch's fp32 norm of parts, more closely than torch's norm of a whole tensor would.
-
-    Values of few bits are rounded in the same direction in each sum, so torch's own norm of 131,072 16-bit values is
-    off by 4e-6.
-    """
+    """Norms match fp64 and torch's fp32 norm of parts, more closely than torch's norm of a whole tensor would."""
     count = 20_000_000 if seed == 1 else 3_000_001
     gradient = (torch.randn(count, generator=torch.Generator().manual_seed(seed)) * 1e-3).to(dtype)
     for size in (count, 1_000_003, 300_000, 131_073, 131_072, 100):
@@ -386,10 +374,7 @@ def measure_in(piece: int, replace: Callable[..., None] = setattr) -> None:
 
 
 def hand_over_some(to: Gradients | ShardedGradients, *, seed: int, last: bool) -> None:
-    """Add a backward's gradients in random order; a third are missing, of tied weights perhaps only one use's.
-
-    One weight never has a gradient.
-    """
+    """Add a backward's gradients in random order; a third are missing, of tied weights perhaps only one use's."""
     generator = torch.Generator().manual_seed(seed)
     uses = [weight for weight in WEIGHTS for _ in range(weight.uses)]
     for number in torch.randperm(len(uses), generator=generator).tolist():

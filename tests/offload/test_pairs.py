@@ -1,10 +1,4 @@
-"""Test that neither placement nor schedule changes a bit, on tables in which every pair of values occurs.
-
-State in fp32 is compared with plain torch, the others with the tiered engine whose state is all in RAM and whose
-update overlaps nothing. Transfers are immediate, or late: those of drives out of order, those of the device on a GPU's
-simulated streams. On a GPU they are its own.
-Pages are updated slowly, and every step of an update during the backward is speculative, also after clipped ones.
-"""
+"""Test that neither placement nor schedule changes a bit, on tables in which every pair of values occurs."""
 
 from collections import Counter
 from functools import partial

@@ -114,10 +114,7 @@ def drawn(dice: random.Random) -> tuple[str, int, tuple[str, ...]]:
 
 
 def cases(folder: Path, out: Path, *, count: int, names: tuple[str, ...], groups: int = 1) -> list[Case]:
-    """Return cases whose micro-batches have different numbers of targets, for `groups` pipelines of `count` ranks.
-
-    One rank computes in its usual order.
-    """
+    """Return cases whose micro-batches have different numbers of targets, for `groups` pipelines of `count` ranks."""
     pipeline = (f"parallel.pipeline={count}",) if count > 1 else ()
     found = []
     for name in names:
@@ -132,9 +129,7 @@ def cases(folder: Path, out: Path, *, count: int, names: tuple[str, ...], groups
 
 @contextmanager
 def early(model: Path, *words: str, build: Callable[..., Any] = engine, **more: Any) -> Iterator[Any]:
-    """Yield an engine. If its updates begin during the backward, all do, and rank 0 ends its backward when its pages
-    of all blocks but the first are updated; they are counted, and those of steps that were neither clipped nor skipped.
-    """
+    """Yield an engine; with `FULL` all updates begin during the backward, where rank 0 waits for its early pages."""
     kept = SpeculativeStep.kept
 
     def counted(step: SpeculativeStep, *given: Any) -> set[int]:
@@ -175,9 +170,7 @@ def alone(folder: Path) -> Callable[[tuple[str, ...]], list[list[Result]]]:
 def test_ranks_have_the_bits_of_one(
     count: int, names: tuple[str, ...], alone: Callable[..., list[list[Result]]], folder: Path, tmp_path: Path
 ) -> None:
-    """Losses, norms, validations, masters and saved states match; all ranks together read as much from drives as one
-    rank.
-    """
+    """Losses, norms, validations, masters and saved states match; together ranks read as much as one."""
     found = results(folder, tmp_path, count=count, names=names)
     for name, of_ranks, of_one in zip(names, found, alone(names), strict=True):
         assert of_ranks == of_one * count, name
@@ -226,10 +219,7 @@ def test_random_settings_have_the_bits_of_one_rank(
 
 
 def train_late(cases: Sequence[Case]) -> list[Result]:
-    """Train the cases as one of the ranks, whose copies and transfers complete late and out of order.
-
-    Gradients of several micro-batches are added on the device.
-    """
+    """Train the cases as one of the ranks, whose copies and transfers complete late and out of order."""
     with pytest.MonkeyPatch.context() as patch:
         late = partial(early, build=partial(late_engine, patch))
         return [case.run(partial(late, device_sums=10**9 * (case.micro > 1))) for case in cases]
@@ -424,10 +414,7 @@ def test_weights_move_once_a_pass_and_ranks_share_the_computation() -> None:
 
 
 def simulated(owners: Sequence[int], seconds: Callable[[int, int], float], *, micro: int, **how: Any) -> float:
-    """Return when the last of the ranks ends, each of which works through its own list of (pass, micro-batch).
-
-    `seconds` are those of a pass and a micro-batch. Passes are the blocks, the head, and the blocks in reverse.
-    """
+    """Return when the last of the ranks ends, each of which works through its own list of (pass, micro-batch)."""
     order = [*owners, *owners[-2::-1]]
     lists: dict[int, list[tuple[int, int]]] = {rank: [] for rank in owners}
     for number, rank in enumerate(order):

@@ -111,9 +111,7 @@ def count_exchanges(cases: Sequence[Case]) -> list[Result]:
 def test_bytes_are_the_plans(
     world: int, nodes: int, pipeline: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan's bytes for outboxes, sums, norms, network, gathered weights and drives are those counted
-    in two runs.
-    """
+    """Bytes of outboxes, sums, norms, network, gathered weights and drives are those counted in two runs."""
     monkeypatch.setattr(layout, "SMALL", 0)
     model = model_directory(tmp_path / "model", "gpt2")
     drive = tmp_path / "drive"

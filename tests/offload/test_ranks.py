@@ -1,6 +1,4 @@
-"""Tests of the tiered engine on several ranks: it has one rank's bits for the same micro-batches, also if updates begin
-before their step is decided, and reports why it ends.
-"""
+"""Tests of the tiered engine on several ranks: it has one rank's bits, and reports why it ends."""
 
 import os
 import re
@@ -90,11 +88,7 @@ def resumed(cases: dict[str, Case], folder: Path) -> dict[str, Case]:
 def test_ranks_have_the_bits_of_one(
     count: int, nodes: int, cases: dict[str, Case], alone: dict[str, list[Result]], folder: Path, tmp_path: Path
 ) -> None:
-    """Losses, norms, evaluations, masters and saved states match one rank's, also where ranks need different units.
-
-    A state resumes with another number of ranks, and is the same if it is written while training continues. Each of
-    two nodes has its own memory and files.
-    """
+    """Losses, norms, evaluations, masters and saved states match one rank's, also where ranks need different units."""
     chosen = {name: case for name, case in cases.items() if nodes == 1 or name in ON_NODES}
     found = on_ranks(chosen | resumed(cases, folder / "first"), count, tmp_path, nodes=nodes)
     for name, of_ranks in found.items():
@@ -127,12 +121,7 @@ class Speculated:
 
 
 def speculate(cases: Sequence[Case]) -> list[Speculated]:
-    """Train the cases as one of the ranks; start every update before the step is decided.
-
-    The backward pauses before the first block until this rank has updated its pages of all complete units, so the
-    outcome does not depend on timing. The last rank is late to roll back a step that is skipped, and rank 0 is late to
-    record its first steps. Until it has, what its last record names must be whole.
-    """
+    """Train the cases as a rank whose updates begin early; the last rank is late to roll back, rank 0 to record."""
     patch, (rank, world), undo = pytest.MonkeyPatch(), ranks.place_here(), Updater._undo
     patch.setattr(loss_scale, "INITIAL_SCALE", 2.0**20)  # the first steps in fp16 overflow
     patch.setattr(TieredEngine, "_as_expected", True)
@@ -208,10 +197,7 @@ def run(
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "nodes"), [(3, 1), (4, 2)])
 def test_steps_are_one_ranks(count: int, nodes: int, tmp_path: Path) -> None:
-    """bf16 with dropout, norms on both sides of the limit, and three steps with NaN in one rank's last gradient.
-
-    All ranks keep their speculative pages, or none does.
-    """
+    """bf16 with dropout, norms on both sides of the limit, and three steps with NaN in one rank's last gradient."""
     limit = 1.5
     train, words = partial(run, tmp_path, steps=8, micro=count), ("--dtype", "bf16", f"optim.max_grad_norm={limit}")
     (alone,) = train((*ON_DRIVES["a third in RAM"], *words, "tiered.overlap=off"), count=1)
@@ -231,11 +217,7 @@ def test_steps_are_one_ranks(count: int, nodes: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "more"), [(2, ()), (3, (PIPELINE,))])
 def test_no_rank_overwrites_what_the_last_record_names(count: int, more: tuple[str, ...], tmp_path: Path) -> None:
-    """Rank 0 is late to record a step, and another one could update pages of the next step meanwhile. In a pipeline
-    the last rank computes the head, and the second one updates a part of it.
-
-    What a record names stays as it was when the record was written, and is what one rank computes.
-    """
+    """Rank 0 is late to record a step; what its record names stays as it was, and is what one rank computes."""
     words, steps = (*AWAY, *FULL, "--ram-fraction", "0", "--dtype", "bf16", "optim.max_grad_norm=0"), LATE + 1
     train = partial(run, tmp_path, steps=steps, micro=2, tied=False)
     first, *_ = train((*words, *more), count=count)
@@ -247,9 +229,7 @@ def test_no_rank_overwrites_what_the_last_record_names(count: int, more: tuple[s
 
 @pytest.mark.slow
 def test_overflow_and_accumulation(tmp_path: Path) -> None:
-    """fp16 finds its scale, with two micro-batches a rank; 8-bit moments are rounded stochastically, by the step's
-    number.
-    """
+    """fp16 finds its scale with two micro-batches a rank; 8-bit moments are rounded by the step's number."""
     words = (*ON_DRIVES["a third in RAM"], "--dtype", "fp16", "optim.moment_dtype=8bit", "optim.max_grad_norm=0")
     (alone,) = run(tmp_path, (*words, "tiered.overlap=off"), count=1, steps=10, micro=4)
     assert {norm is None for _, norm in alone.result.steps} == {True, False}
@@ -335,11 +315,7 @@ ENDS = {  # exit codes of the two ranks, and a part of what each says
 
 @pytest.mark.parametrize("fault", ENDS)
 def test_a_rank_that_is_lost_ends_the_others(fault: str, tmp_path: Path) -> None:
-    """A rank that fails reports its reason, and the others stay silent; a rank that stalls or is stopped is named.
-
-    A rank ends in order while a thread of its waits for one that has ended, or exchanges numbers with it. Neither
-    listens where another machine could connect.
-    """
+    """A rank that fails reports its reason, and the others stay silent; a rank that stalls or is stopped is named."""
     forks = start_ranks(train_with, fault, count=2, folder=tmp_path)
     left = int(fault.endswith(" 0"))
     codes = {left: forks[left].wait(300)}

@@ -1,11 +1,4 @@
-"""Tests of the update that overlaps the next forward or this step's backward: what waits for it, what it reports, and
-steps that are clipped or skipped and snapshots in every schedule.
-
-Pages are updated slowly, so the forward is always ahead of the update. Code that does not wait reads NaN or an old
-weight, or overwrites a sum. Pages in RAM may have shadow memory for their old bytes. Most backwards pause before their
-first block until every possible page is updated, so that the outcome does not depend on timing; `test_pairs.py` does
-not pause them.
-"""
+"""Tests of the update that overlaps the next forward or this backward: waits, errors, skipped steps, snapshots."""
 
 import threading
 import time
@@ -89,11 +82,7 @@ SKIPPED = {  # placement, schedule, share of shadow memory, dtype, and whether t
 def test_a_step_that_is_skipped_changes_nothing(
     case: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An overflow and NaN in steps 1, 3 and 4 of 6 leave weights and state unchanged; fp16 halves its scale.
-
-    If transfers are late, step 4 is not speculative: it leaves pages without shadow memory in slots, and step 5 must
-    not update these before it is decided.
-    """
+    """An overflow and NaN in steps 1, 3 and 4 of 6 leave weights and state unchanged; fp16 halves its scale."""
     home, schedule, shadows, dtype, late = SKIPPED[case]
     monkeypatch.setattr(loss_scale, "WINDOW", 3)
     if late:

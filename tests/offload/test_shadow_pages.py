@@ -1,6 +1,4 @@
-"""Tests of pages with two copies on a drive: a step is written next to the previous one, and is committed as a whole or
-not at all.
-"""
+"""Tests of pages with two copies on a drive: a step is committed as a whole or not at all."""
 
 import os
 import threading
@@ -63,9 +61,7 @@ def test_files_hold_one_whole_step_at_every_moment(
 def test_the_order_that_a_power_cut_needs(
     overlap: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages are synced before the record that names them, and the record before the next update
-    overwrites old pages.
-    """
+    """Pages are synced before the record that names them, and the record before old pages are overwritten."""
     calls: list[str] = []
 
     def seen(name: str) -> Callable[..., Any]:

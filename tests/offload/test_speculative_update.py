@@ -1,9 +1,4 @@
-"""Tests of the speculative update, which starts during the backward, before its step is decided.
-
-It has the bits of plain torch, whatever the params. Most tests pause the backward before its first block until every
-possible page is updated, so that the outcome does not depend on timing. Tests with late copies and drives do not pause
-it.
-"""
+"""Tests of the speculative update, which starts during the backward, before its step is decided."""
 
 import threading
 import time
@@ -89,11 +84,7 @@ def test_prefetched_weights_of_a_skipped_step_are_dropped(build: Build, monkeypa
     [(["--ram-fraction", "0.6"], 0.4), ([*AWAY, "--ram-fraction", "0.5"], 1.0), ("sums on the device", 1.0)],
 )
 def test_pages_are_updated_before_the_backward_has_ended(home: str | list[str], share: float, build: Build) -> None:
-    """Later blocks' pages are new when the backward reaches its last block, on drives and in RAM with shadow memory.
-
-    No other page is updated early. The valid copy of a page on a drive changes only afterwards, and of a page in RAM
-    the old bytes are kept.
-    """
+    """Later blocks' pages are new when the backward reaches its last block, on drives and in RAM with shadow memory."""
     valid, new_and_old = dict[int, int](), dict[int, tuple[torch.Tensor, torch.Tensor]]()
     with build(home, UNCLIPPED, FULL, held=True, shadows=share) as ours:
         store, updater = ours.offloaded.store, ours.offloaded.updater
@@ -134,11 +125,7 @@ def test_a_step_that_is_decided_while_a_page_is_computed(
     monkeypatch: pytest.MonkeyPatch,
     kept: list[tuple[int, int]],
 ) -> None:
-    """The first early page of a step is still being computed when the step is decided; no other is begun.
-
-    Nothing is staged: weights and gradients are in RAM too, also with a GPU. Staged pages that have arrived would be
-    computed first. After such a skipped step, the next one begins with its own pages.
-    """
+    """The first early page of a step is still being computed when the step is decided; no other is begun."""
     decided, step, found, end = threading.Event(), [0], [], Updater._end_speculation
 
     def wait(updater: Updater, *_: Any, **__: Any) -> None:

@@ -1,7 +1,4 @@
-"""Tests that the speculative update waits for what it needs, and for nothing else. Each fails if its wait is removed.
-
-Writes are delayed, and a transfer of the same bytes in the meantime reveals the missing wait.
-"""
+"""Tests that the speculative update waits for what it needs: each fails if its wait is removed."""
 
 import threading
 import time
@@ -33,11 +30,7 @@ NOT_CLIPPED, CLIPPED = "optim.max_grad_norm=0", "optim.max_grad_norm=0.01"
 
 
 class HeldWrites(Transfers):
-    """Transfers that delay the next `hold[name]` writes to files of that name by `patience` seconds, or until `go` is
-    set.
-
-    `crossed` lists requests for the same bytes of a file or of memory in the meantime, which are errors in the caller.
-    """
+    """Transfers that delay the next `hold[name]` writes; `crossed` lists requests for the same bytes meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,11 +96,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_pages_are_complete_before_they_are_used_again(
     file: str, decided: str, build: Build, writes: HeldWrites
 ) -> None:
-    """A valid page is whole before the next forward or update reads it; an invalid one before it is updated again.
-
-    After a skipped step the old weights overwrite the new ones, and the next step's state goes where the skipped state
-    would have gone.
-    """
+    """A valid page is whole before the next forward or update reads it; an invalid one before it is updated again."""
     limit = CLIPPED if decided == "clipped" else NOT_CLIPPED
     with build(WEIGHTS_AWAY, limit, FULL, held=True) as ours:
         before = masters(ours)
@@ -159,9 +148,7 @@ def test_a_backward_does_not_wait_for_state_in_flight(build: Build, writes: Held
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("home", ["sums on the device", "a part on the device"])
 def test_a_page_waits_for_its_own_units_event(home: str, build: Build, monkeypatch: Any) -> None:
-    """The copy of gradients and the write of weights on the device wait for the event recorded when their unit was
-    complete.
-    """
+    """Copies of gradients and writes of weights wait for the event at which their unit was complete."""
     found: list[bool] = []
 
     def look(_: Any, unit: int, *__: Any, after: Any) -> None:
@@ -215,10 +202,7 @@ def test_copies_that_a_record_names_stay_if_the_next_one_cannot_be_written(
 def test_state_of_the_first_pages_and_then_in_the_order_of_the_last_backward_is_read_ahead(
     build: Build, read: list[int], monkeypatch: Any
 ) -> None:
-    """After an update, state is read ahead until the slots are full, and is not read again later.
-
-    Pages that are still being written would be read later, so the update's writes end first here.
-    """
+    """After an update, state is read ahead until the slots are full, and is not read again later."""
 
     def end_writes(_: PagePipeline, *, writing: Mapping[int, Future] | None = None) -> None:
         together((writing or {}).values()).wait()
@@ -247,9 +231,7 @@ def test_state_of_the_first_pages_and_then_in_the_order_of_the_last_backward_is_
 
 
 def test_units_of_the_next_forward_are_updated_in_its_order(build: Build, read: list[int], writes: HeldWrites) -> None:
-    """Two slots are busy until all blocks except the first are complete; then pages are updated in the
-    forward's order.
-    """
+    """Two slots are busy until all blocks except the first are complete."""
     words = [*HOMES["nothing in RAM"], NOT_CLIPPED, "tiered.page_buffers=2", FULL]
     with build(words) as ours:
         writes.hold["state"], writes.patience = 2, 60.0
@@ -291,9 +273,7 @@ def test_prefetched_state_of_incomplete_units(build: Build) -> None:
 
 @pytest.mark.usefixtures("always")
 def test_a_page_that_is_expected_without_a_turn_is_updated_once(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forward needs its unit first, the last step did not offer it, and no slot has read it ahead until it is
-    offered.
-    """
+    """The forward needs its unit first, the last step did not offer it, and no slot has read it ahead."""
     offer, offered = PagePipeline.offer, list[int]()
     words = [*HOMES["nothing in RAM"], NOT_CLIPPED, "tiered.page_buffers=4"]
 

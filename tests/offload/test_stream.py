@@ -49,10 +49,7 @@ NOTES: dict[str, Callable[..., Event]] = {
 def test_units_are_fetched_as_planned_and_before_they_are_needed(
     kind: str, buffers: int, accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the first step, `need` starts no fetch if there are two buffers or three.
-
-    That includes heads, embeddings and the first unit of a pass.
-    """
+    """After the first step, `need` starts no fetch if there are two buffers or three."""
     monkeypatch.setattr(layout, "SMALL", 2000)  # norms stay on the device, embeddings are offloaded
     architecture, tied, words = KINDS[kind]
     model, events = model_directory(tmp_path / "model", architecture, tied=tied), list[Event]()
@@ -84,9 +81,7 @@ def test_units_are_fetched_as_planned_and_before_they_are_needed(
 
 
 def test_reading_a_weight_of_another_block_gives_nan(qwen3: Path) -> None:
-    """Absent weights are NaN: code that reads one without calling its module stops the run rather than
-    use old values.
-    """
+    """Code that reads a weight without calling its module stops the run rather than use old values."""
     with engine(qwen3, "--params", "cpu", OFF, "tiered.weight_buffers=1") as ours:
         first, second = (ours.offloaded._module.get_submodule(f"model.layers.{number}") for number in (0, 1))
         gate = first.mlp.gate_proj.weight

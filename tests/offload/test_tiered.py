@@ -1,7 +1,4 @@
-"""Tests of the tiered engine: weights without a gradient, fp16, saved state, and what happens on its drives.
-
-`test_pairs.py` compares the bits of all placements.
-"""
+"""Tests of the tiered engine: weights without a gradient, fp16, saved state, and what happens on its drives."""
 
 import threading
 from itertools import cycle
@@ -61,9 +58,7 @@ def test_on_a_gpu_plain_torch_is_followed_closely(dtype: str, apart: float, fold
 def test_weights_without_a_gradient_do_not_move_and_keep_their_own_count(
     home: str, build: Build, tmp_path: Path
 ) -> None:
-    """Such weights get no decay and no bias-correction step, as in torch, also after a checkpoint and with
-    accumulation.
-    """
+    """They get no decay and no bias-correction step, as in torch, also after a checkpoint and accumulated."""
     unused = {2, 3, 6}
     with engine(build.model, *REFERENCE) as reference:
         expected = train(reference, batches(6), before=skip_last_block(reference, unused))
@@ -224,10 +219,7 @@ def test_stored_moments_without_a_gradient_do_not_drift(build: Build, tmp_path: 
 
 
 def test_bytes_are_the_planned_ones_and_no_more(build: Build) -> None:
-    """The kernel's counters show that state is read and written once each step, or half of it with half in RAM.
-
-    Gradients on the drive are written once and read once: a step does not read the sums of the step before.
-    """
+    """The kernel's counters show that state is read and written once each step, or half of it with half in RAM."""
     rounded = ["optim.master_dtype=bf16", "optim.moment_dtype=bf16"]
     for share, gradients, each, more in ((0.0, "cpu", 12, []), (0.5, "cpu", 6, rounded), (0.0, "nvme", 12, [])):
         words = ["--optimizer", "nvme", "--ram-fraction", str(share), f"placement.gradients={gradients}"]
@@ -289,10 +281,7 @@ def test_the_noise_of_stored_moments_is_of_the_runs_seed(build: Build) -> None:
 
 @pytest.mark.usefixtures("always")
 def test_a_load_drops_what_was_read_ahead(build: Build, tmp_path: Path) -> None:
-    """State and weights that an engine that has trained has on their way are of the state before the load.
-
-    Steps are not clipped: pages that are updated early would be read again.
-    """
+    """State and weights that an engine that has trained has on their way are of the state before the load."""
     for schedule in (IN_LINE, BEHIND, FULL):
         with build(ALL_ON_DRIVES, schedule, "optim.max_grad_norm=0") as ours:
             train(ours, batches(2))

@@ -1,6 +1,4 @@
-"""Tests of weights that several ranks fetch together, read from a drive once or copied from RAM by parts and gathered:
-every rank gets the right bits, whatever it needs next.
-"""
+"""Tests of weights that several ranks fetch together: every rank gets the right bits, whatever it needs next."""
 
 import threading
 from collections.abc import Sequence

@@ -227,17 +227,6 @@ def test_no_rank_overwrites_what_the_last_record_names(count: int, more: tuple[s
     assert first.read == alone.read
 
 
-@pytest.mark.slow
-def test_overflow_and_accumulation(tmp_path: Path) -> None:
-    """fp16 finds its scale with two micro-batches a rank; 8-bit moments are rounded by the step's number."""
-    words = (*ON_DRIVES["a third in RAM"], "--dtype", "fp16", "optim.moment_dtype=8bit", "optim.max_grad_norm=0")
-    (alone,) = run(tmp_path, (*words, "tiered.overlap=off"), count=1, steps=10, micro=4)
-    assert {norm is None for _, norm in alone.result.steps} == {True, False}
-    for rank in run(tmp_path, (*words, *FULL), count=2, steps=10, micro=4):
-        assert rank.result == alone.result
-        assert all(counted == done > 0 for counted, done in rank.kept)
-
-
 # -- ranks that are lost -----------------------------------------------------------------------------------------------
 
 

@@ -1,8 +1,9 @@
-"""Tests of the speculative update, which starts during the backward, before its step is decided."""
+"""Tests of the speculative update, which starts during the backward, before its step is decided, and of its waits."""
 
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,19 +11,28 @@ from typing import Any
 
 import pytest
 import torch
-from engine_bench import assert_same, batches, masters, plain, saved, train
+from dead_run_files import stored_masters
+from engine_bench import assert_same, batches, digest, masters, plain, saved, train
 from late_transfers import FailingWrites
-from placements import ALL_ON_DRIVES, AWAY, FIRST, FULL, HOMES, IN_LINE, Build, plant, skip_last_block
+from placements import ALL_ON_DRIVES, AWAY, BEHIND, FIRST, FULL, HOMES, IN_LINE, Build, plant, skip_last_block, until
 from seen_calls import calls_of, run_before
 
 from offload_trainer.engine import tiered
+from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
+from offload_trainer.offloading.gradients.collector import Gradients
+from offload_trainer.offloading.pages.manifest import ManifestWriter
+from offload_trainer.offloading.pages.store import PageStore
+from offload_trainer.offloading.update.page_pipeline import PagePipeline
 from offload_trainer.offloading.update.updater import SpeculativeStep, StepParams, Updater, ranges_of
+from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import Page, units_of
+from offload_trainer.plan.tiered.spec import Route
 from offload_trainer.plan.tiers import RAM
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers, together
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
@@ -243,3 +253,338 @@ def test_ranks_meet_before_an_update_changes_weights(build: Build, monkeypatch: 
         monkeypatch.setattr(Updater, "start", lambda *given, **words: (seen.append("update"), start(*given, **words)))
         train(ours, batches(1))
     assert seen == ["ranks meet", "update"]
+
+
+# -- each of the following fails if its wait is removed ----------------------------------------------------------------
+
+
+class HeldWrites(Transfers):
+    """Transfers that delay the next `hold[name]` writes; `crossed` lists requests for the same bytes meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hold: dict[str, int] = {}
+        self.patience = 0.5
+        self.go = threading.Event()
+        self.crossed: list[str] = []
+        self.held: list[tuple[DriveFile, int, torch.Tensor]] = []
+        self._lock = threading.Lock()
+
+    def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
+        with self._lock:
+            self._look("read", file, offset, buffer)
+        return super().read(file, offset, buffer)
+
+    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
+        future = Future()
+
+        def later() -> None:
+            self.go.wait(self.patience)
+            with self._lock:
+                self.held = [one for one in self.held if one[2] is not buffer]
+                arrived = Transfers.write(self, file, offset, buffer)
+            arrived.then(future.finish_part)
+
+        with self._lock:
+            self._look("written", file, offset, buffer)
+            if not self.hold.get(file.path.name):
+                return super().write(file, offset, buffer)
+            self.hold[file.path.name] -= 1
+            self.held.append((file, offset, buffer))
+        threading.Thread(target=later, daemon=True).start()
+        return future
+
+    def _look(self, verb: str, file: DriveFile, offset: int, buffer: torch.Tensor) -> None:
+        for its, start, memory in self.held:
+            if its is file and start < offset + buffer.nbytes and offset < start + memory.nbytes:
+                self.crossed.append(f"{file.path.name}: {verb} at {offset}")
+            first, other = memory.data_ptr(), buffer.data_ptr()
+            if first < other + buffer.nbytes and other < first + memory.nbytes:
+                self.crossed.append(f"{file.path.name}: the memory of a write is {verb}")
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> HeldWrites:
+    made = HeldWrites()
+    monkeypatch.setattr("offload_trainer.engine.tiered.Transfers", lambda **_: made)
+    return made
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that receives the pages of state that are read."""
+    return calls_of(monkeypatch.setattr, PageStore, "read", lambda _, number, *__, **___: number)
+
+
+# -- bytes in flight ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("decided", ["kept", "clipped", "skipped"])
+@pytest.mark.parametrize("file", ["state", "weights"])
+def test_pages_are_complete_before_they_are_used_again(
+    file: str, decided: str, build: Build, writes: HeldWrites
+) -> None:
+    """A valid page is whole before the next forward or update reads it; an invalid one before it is updated again."""
+    limit = CLIPPED if decided == "clipped" else UNCLIPPED
+    with build("weights and gradients on the drive", limit, FULL, held=True) as ours:
+        before = masters(ours)
+        writes.hold[file] = 1
+        if decided == "skipped":
+            spoil = plant(ours, {1: float("nan")}, weight="transformer.wpe.weight")
+            assert train(ours, batches(1), before=spoil)[0][1] is None
+            assert_same(masters(ours), before)
+            spoil(2)
+        assert train(ours, batches(3)) == plain(build.model, 3, limit)[0]
+        assert_same(masters(ours), plain(build.model, 3, limit)[1])
+    assert (writes.crossed, writes.hold[file]) == ([], 0)
+
+
+def test_a_forward_does_not_wait_for_state_in_flight(build: Build, writes: HeldWrites) -> None:
+    """All pages fill the slots without delaying the forward; reading a master waits for its own page."""
+    words = [*HOMES["nothing in RAM"], UNCLIPPED, "tiered.page_buffers=99", BEHIND]
+    with build(words) as ours:
+        writes.hold["state"] = len(ours.offloaded.store.pages)
+        writes.patience = 60.0
+        train(ours, batches(1))
+        ours.eval_loss(batches(1)[0])
+        assert len(writes.held) == len(ours.offloaded.store.pages)
+        threading.Timer(0.05, writes.go.set).start()
+        assert_same(masters(ours), plain(build.model, 1, UNCLIPPED)[1])
+    assert not writes.crossed
+
+
+def test_a_backward_does_not_wait_for_state_in_flight(build: Build, writes: HeldWrites) -> None:
+    """State of all pages is being written until the next backward has reached its last block; none of it is read."""
+    seen = list[int]()
+    words = [*HOMES["nothing in RAM"], UNCLIPPED, "tiered.page_buffers=99", FULL]
+    with build(words) as ours:
+        writes.hold["state"] = len(ours.offloaded.store.pages)
+        writes.patience = 60.0
+        first = train(ours, batches(1))
+
+        def go(_: torch.Tensor) -> None:
+            seen.append(len(writes.held))
+            writes.go.set()
+
+        ours.offloaded.parameters[FIRST][0].register_hook(go)
+        assert first + train(ours, batches(3)[1:]) == plain(build.model, 3, UNCLIPPED)[0]
+        assert_same(masters(ours), plain(build.model, 3, UNCLIPPED)[1])
+        assert seen[0] == len(ours.offloaded.store.pages)
+    assert not writes.crossed
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("home", ["sums on the device", "a part on the device"])
+def test_a_page_waits_for_its_own_units_event(home: str, build: Build, monkeypatch: Any) -> None:
+    """Copies of gradients and writes of weights wait for the event at which their unit was complete."""
+    found: list[bool] = []
+
+    def look(_: Any, unit: int, *__: Any, after: Any) -> None:
+        if ours.offloaded.updater._speculative is not None:
+            found.append(after is dict(made)[unit])
+
+    with build(home, UNCLIPPED, FULL, held=True, late=monkeypatch) as ours:
+        made = calls_of(monkeypatch.setattr, PagePipeline, "offer", lambda _, step, unit, mark, error: (unit, mark))
+        run_before(monkeypatch.setattr, Gradients, "read", look)
+        run_before(monkeypatch.setattr, PlacedWeights, "commit", look)
+        train(ours, batches(3), before=lambda _: ours.synchronize())
+    assert found
+    assert all(found)
+
+
+def test_copies_that_a_record_names_stay_if_the_next_one_cannot_be_written(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record of step 2 fails while the backward of step 3 has complete units: step 1 can still be read."""
+    in_backward = threading.Event()
+
+    def fail(_: ManifestWriter, step: int, *, updating: bool) -> None:
+        if step == 2 and not updating:
+            assert in_backward.wait(300)
+            raise TrainerError("the drive failed")
+
+    run_before(monkeypatch.setattr, ManifestWriter, "note", fail)
+    with build("nothing in RAM", UNCLIPPED, FULL) as ours:
+        ours.offloaded.enable_manifest(model=build.model)
+        updater = ours.offloaded.updater
+        train(ours, batches(1))
+        ours.commit({})
+        before = masters(ours)
+
+        def go(_: torch.Tensor) -> None:
+            in_backward.set()
+            until(lambda: bool(updater._speculative.error or updater._speculative.written))
+
+        train(ours, batches(2)[1:])
+        ours.offloaded.parameters[FIRST][0].register_hook(go)
+        with pytest.raises(TrainerError, match="the drive failed"):
+            train(ours, batches(3)[2:])
+        ours.close()
+        (index,) = build.drive.glob("offload-trainer/run-*/store.json")
+        assert_same(stored_masters(index.parent)[1], before)
+
+
+# -- state that is read before its gradients exist ---------------------------------------------------------------------
+
+
+def test_state_of_the_first_pages_and_then_in_the_order_of_the_last_backward_is_read_ahead(
+    build: Build, read: list[int], monkeypatch: Any
+) -> None:
+    """After an update, state is read ahead until the slots are full, and is not read again later."""
+
+    def end_writes(_: PagePipeline, *, writing: Mapping[int, Future] | None = None) -> None:
+        together((writing or {}).values()).wait()
+
+    run_before(monkeypatch.setattr, PagePipeline, "read_ahead", end_writes)
+    words = [*HOMES["a third in RAM"], UNCLIPPED, "tiered.page_buffers=4"]
+    with build(words, FULL, held=True) as ours:
+        moving, pages = ours.offloaded.updater.pipeline, ours.offloaded.store.pages
+        train(ours, batches(1))
+        ours.synchronize()
+        order = [n for unit in moving._order for n, page in enumerate(pages) if page.unit == unit and page.home >= 0]
+        on_drives = [number for number, page in enumerate(pages) if page.home >= 0]
+        assert len(order) > 4
+        assert sorted(read[: len(on_drives)]) == on_drives
+
+        def wait(*_: Any) -> None:
+            until(lambda: len(moving._prefetched) == 4)
+            seen.append(read[len(on_drives) :])
+
+        seen: list[list[int]] = []
+        ours._module.model.transformer.h[0].register_forward_pre_hook(wait)
+        train(ours, batches(1))
+        ours.synchronize()
+        assert seen == [[*on_drives[:2], *order[:2]]]
+        assert sorted(read[len(on_drives) :][: len(on_drives)]) == on_drives
+
+
+def test_units_of_the_next_forward_are_updated_in_its_order(build: Build, read: list[int], writes: HeldWrites) -> None:
+    """Two slots are busy until all blocks except the first are complete."""
+    words = [*HOMES["nothing in RAM"], UNCLIPPED, "tiered.page_buffers=2", FULL]
+    with build(words) as ours:
+        writes.hold["state"], writes.patience = 2, 60.0
+        moving, lacking = ours.offloaded.updater.pipeline, ours.offloaded.gradients._missing
+
+        def go(_: torch.Tensor) -> None:
+            complete = {unit for unit, its in lacking.items() if not its}
+            until(lambda: len(writes.held) == 2 and complete <= set(moving._order))  # Another thread offers the units.
+            assert len(read) == 2
+            writes.go.set()
+            until(lambda: not moving._waiting and not moving._in_slots)
+            assert len(read) > 4
+            assert read[2:] == sorted(read[2:])
+
+        ours.offloaded.parameters[FIRST][0].register_hook(go)
+        train(ours, batches(1))
+
+
+@pytest.mark.usefixtures("always")
+def test_units_that_are_complete_before_pages_may_be_offered(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their pages are staged as soon as the update of the previous step has ended."""
+    run_before(monkeypatch.setattr, PagePipeline, "expect", lambda *_: time.sleep(0.2))
+    with build("nothing in RAM", UNCLIPPED, FULL, held=True) as ours:
+        train(ours, batches(1))
+        assert len(ours.offloaded.updater.pipeline._order) > 1
+
+
+@pytest.mark.usefixtures("always")
+def test_prefetched_state_of_incomplete_units(build: Build) -> None:
+    """Pages of a block that only the first step uses wait until the step is skipped (2) or decided (3)."""
+    found = []
+    for how in ("tiered.overlap=off", FULL):
+        with build("nothing in RAM", UNCLIPPED, how) as ours:
+            hooks = plant(ours, {2: float("nan")}, weight="transformer.wpe.weight"), skip_last_block(ours, {2, 3})
+            steps = train(ours, batches(4), before=lambda step, hooks=hooks: [hook(step) for hook in hooks])
+            found.append(str((steps, digest(masters(ours).values()))))
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("always")
+def test_a_page_that_is_expected_without_a_turn_is_updated_once(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward needs its unit first, the last step did not offer it, and no slot has read it ahead."""
+    offer, offered = PagePipeline.offer, list[int]()
+    words = [*HOMES["nothing in RAM"], UNCLIPPED, "tiered.page_buffers=4"]
+
+    def told(moving: PagePipeline, step: Any, unit: int, *given: Any) -> None:
+        offer(moving, step, unit, *given)
+        offered.append(unit)
+
+    def written(_: PagePipeline, route: Route) -> bool:
+        return route.page.unit != 0 or 0 in offered
+
+    with build(words, FULL, held=True) as ours:
+        moving, pages = ours.offloaded.updater.pipeline, ours.offloaded.store.pages
+        monkeypatch.setattr(PagePipeline, "_is_written", written)
+        found = train(ours, batches(1))
+        ours.synchronize()
+        moving._order = [unit for unit in moving._order if unit]
+        monkeypatch.setattr(PagePipeline, "offer", told)
+        assert [route.page.unit for route in moving._expected][:2] == [0, 0]
+        norm, updater = ours.offloaded.norm, ours.offloaded.updater
+
+        def at_rest() -> bool:
+            wanted = {number for number, page in enumerate(pages) if page.unit in moving._order}
+            if 0 not in moving._order or wanted != set(updater._speculative.written):
+                return False
+            with moving._lock:  # each slot is free or holds a page that was read ahead
+                return len(moving._free) + len(moving._prefetched) == len(moving._slots)
+
+        def norm_at_rest() -> float:
+            until(at_rest)
+            return norm()
+
+        monkeypatch.setattr(ours.offloaded, "norm", norm_at_rest)
+        found += train(ours, batches(2)[1:])
+        monkeypatch.setattr(ours.offloaded, "norm", norm)
+        found += train(ours, batches(3)[2:])
+        assert found == plain(build.model, 3, UNCLIPPED)[0]
+        assert_same(masters(ours), plain(build.model, 3, UNCLIPPED)[1])
+
+
+def test_steps_that_are_not_announced_offer_nothing(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose steps are clipped stops announcing them; it must not collect their units for ever."""
+    with build("nothing in RAM", CLIPPED, FULL) as ours:
+        monkeypatch.setattr(TieredEngine, "_as_expected", True)
+        train(ours, batches(1))
+        monkeypatch.setattr(TieredEngine, "_as_expected", False)
+        train(ours, batches(1))
+        ours.synchronize()
+        moving = ours.offloaded.updater.pipeline
+        before = len(moving._too_early)
+        train(ours, batches(2))
+        ours.synchronize()
+        assert len(moving._too_early) == before
+
+
+# -- units out of order ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_unit_out_of_order_gets_slots(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradient sums arrive late, when the slots already hold the state of later units."""
+    offer, late, passed = PagePipeline.offer, list[tuple[Any, ...]](), threading.Event()
+    deciding = threading.Lock()
+    with build("weights and gradients on the drive", UNCLIPPED, FULL, held=True) as ours:
+        first = train(ours, batches(1))
+        moving = ours.offloaded.updater.pipeline
+        moving._order = order = sorted(moving._order, reverse=True)
+
+        def out_of_turn(self: PagePipeline, step: object, unit: int, *more: Any) -> None:
+            with deciding:
+                if unit == order[1] and not passed.is_set():  # It may also be late on its own.
+                    late.append((step, unit, *more))
+                    return
+            offer(self, step, unit, *more)
+            if unit == order[2]:
+                with deciding:
+                    passed.set()
+                end = time.monotonic() + 5
+                while late and len(self._prefetched) < len(self._slots) and time.monotonic() < end:
+                    time.sleep(0.0005)
+                if late:
+                    offer(self, *late.pop())
+
+        monkeypatch.setattr(PagePipeline, "offer", out_of_turn)
+        assert first + train(ours, batches(2)[1:]) == plain(build.model, 2, UNCLIPPED)[0]
+        assert_same(masters(ours), plain(build.model, 2, UNCLIPPED)[1])

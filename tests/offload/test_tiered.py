@@ -1,12 +1,16 @@
-"""Tests of the tiered engine: weights without a gradient, fp16, saved state, and what happens on its drives."""
+"""Tests of the tiered engine: weights without a gradient, fp16, saved state, drives, copies of pages, prefetches."""
 
+import os
 import threading
-from itertools import cycle
+from collections.abc import Callable
+from itertools import cycle, groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from dead_run_files import stored_masters
 from engine_bench import (
     ON_GPU,
     REFERENCE,
@@ -21,12 +25,15 @@ from engine_bench import (
     saved,
     train,
 )
-from placements import ALL_ON_DRIVES, BEHIND, FULL, HOMES, IN_LINE, Build, gpt2, plant, skip_last_block
+from placements import ALL_ON_DRIVES, BEHIND, FULL, HOMES, IN_LINE, OFF, ON, Build, gpt2, plant, skip_last_block
 from safetensors.torch import load_file
+from seen_calls import calls_of
 
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.store import DamagedPage
+from offload_trainer.offloading.update.updater import Updater
+from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.optim import loss_scale
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.rules import AdamW
@@ -317,3 +324,177 @@ def test_an_evaluation_is_plain_torchs_and_draws_no_dropout(build: Build) -> Non
             train(trained, batches(1))
             found.append([trained.eval_loss(batches(2)[1]) for _ in range(2)])
     assert found == [[found[0][0]] * 2] * 2
+
+
+# -- pages with two copies on a drive ----------------------------------------------------------------------------------
+
+COPIES = ["--optimizer", "nvme", "tiered.state_copies=2"]
+
+
+def lease(drive: Path) -> Path:
+    return next((drive / "offload-trainer").glob("run-*"))
+
+
+# -- commit or discard -------------------------------------------------------------------------------------------------
+
+
+def test_files_hold_one_whole_step_at_every_moment(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill at any page of any update would find the previous step, also with two drives."""
+    drives = [build.drive / "a", build.drive / "b"]
+    seen: list[int] = []
+    update = Updater._update_page
+
+    with engine(build.model, *COPIES, drives=drives) as ours:
+        ours.offloaded.enable_manifest(model=tmp_path)
+        assert stored_masters(lease(drives[0])) is None
+        before: dict[str, torch.Tensor] = {}
+
+        def looked(*given: Any, **words: Any) -> None:
+            update(*given, **words)
+            if before:
+                step, found = stored_masters(lease(drives[len(seen) % 2]))
+                assert_same(found, before)
+                seen.append(step)
+
+        monkeypatch.setattr(Updater, "_update_page", looked)
+        for data in batches(4):
+            train(ours, [data])
+            ours.commit({})
+            ours.synchronize()
+            before = masters(ours)
+        pages = len(ours.offloaded.store.pages)
+    assert seen == [step for step in (1, 2, 3) for _ in range(pages)]
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+def test_the_order_that_a_power_cut_needs(
+    overlap: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages are synced before the record that names them, and the record before old pages are overwritten."""
+    calls: list[str] = []
+
+    def seen(name: str) -> Callable[..., Any]:
+        call = getattr(os, name)
+
+        def calling(descriptor: int, *given: Any) -> Any:
+            file = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+            if file in ("state", "record") and name != "fdatasync":
+                calls.append(f"write {file}")
+            done = call(descriptor, *given)
+            if file in ("state", "record") and name == "fdatasync":
+                calls.append(f"sync {file}")
+            return done
+
+        return calling
+
+    with build(COPIES, f"tiered.overlap={overlap}") as ours:
+        ours.offloaded.enable_manifest(model=tmp_path)
+        for name in ("pwrite", "pwritev", "fdatasync"):
+            monkeypatch.setattr(os, name, seen(name))
+        for number, data in enumerate(batches(3), 1):
+            train(ours, [data])
+            ours.commit({"step": number})
+        ours.synchronize()
+    assert [call for call, _ in groupby(calls)] == 3 * ["write state", "sync state", "write record", "sync record"]
+
+
+# -- saving ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_next_update_waits_for_no_save(build: Build, tmp_path: Path) -> None:
+    """Only the second update from now would overwrite what the save reads, since pages have two copies."""
+    with build(COPIES, "tiered.overlap=forward") as ours:
+        snapshot = ours.snapshot()
+        late = threading.Timer(60, snapshot.close)
+        late.start()
+        train(ours, batches(1))
+        ours.synchronize()
+        assert late.is_alive()
+        late.cancel()
+        assert_same(masters(ours), plain(build.model, 1)[1])
+        train(ours, batches(2)[1:])
+        assert ours.offloaded.update_progress.is_running
+        (tmp_path / "saved").mkdir()
+        snapshot.write(tmp_path / "saved")
+        assert_same(masters(ours), plain(build.model, 2)[1])
+
+
+# -- prefetches: each transfer starts before its unit is needed --------------------------------------------------------
+
+DEPTH, BREADTH = (f"tiered.micro_batch_order={order}_first" for order in ("depth", "breadth"))
+TWO = "model.activation_checkpointing=2"
+FROZEN = 'model.freeze=["embed_tokens","layers.0."]'
+KINDS = {
+    "tied": ("gpt2", True, []),
+    "untied": ("gpt2", False, []),
+    "untied, checkpointed": ("qwen3", False, [ON, DEPTH]),
+    "untied, breadth-first": ("qwen3", False, [ON, BREADTH]),
+    "tied, breadth-first": ("gpt2", True, [ON, BREADTH]),
+    "untied, two blocks checkpointed": ("qwen3", False, [TWO]),
+    "tied, checkpointed": ("gpt2", True, [ON, DEPTH]),
+    "untied, frozen": ("qwen3", False, [OFF, FROZEN]),
+    "untied, frozen, checkpointed": ("qwen3", False, [ON, DEPTH, FROZEN]),
+    "untied, frozen, breadth-first": ("qwen3", False, [ON, BREADTH, FROZEN]),
+}
+
+Event = tuple[str, int | str]
+
+
+# What calls of the prefetcher are noted as: units that it is asked for and that it starts, and its passes.
+NOTES: dict[str, Callable[..., Event]] = {
+    "need": lambda _, unit: ("need", unit),
+    "_start": lambda _, unit, number: ("start", unit),
+    "begin": lambda _: ("begin", ""),
+    "passing": lambda _, *, backward, then: ("pass", "backward" if backward else "forward"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "buffers", "accumulate"),
+    [case for n, kind in enumerate(KINDS) for case in ((kind, 2, 1), (kind, (1, 9)[n % 2], 3))],
+)
+def test_units_are_fetched_as_planned_and_before_they_are_needed(
+    kind: str, buffers: int, accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the first step, `need` starts no fetch if there are two buffers or three."""
+    monkeypatch.setattr(layout, "SMALL", 2000)  # norms stay on the device, embeddings are offloaded
+    architecture, tied, words = KINDS[kind]
+    model, events = model_directory(tmp_path / "model", architecture, tied=tied), list[Event]()
+    words = ["--params", "cpu", f"tiered.weight_buffers={buffers}", "--accumulate", str(accumulate), *words]
+    for name, note in NOTES.items():
+        calls_of(monkeypatch.setattr, WeightPrefetcher, name, note, seen=events)
+    with engine(model, *words) as ours:
+        train(ours, batches(3 * accumulate), accumulate=accumulate)
+    _, begins, ends = [index for index, event in enumerate(events) if event == ("begin", "")]
+    events = events[begins:ends]  # the third step
+    sizes = {unit.index: 2 * unit.elements for unit in ours.offloaded.units}
+    fetched = sum(sizes[unit] for kind, unit in events if kind == "start")
+    planned = sum(moved.read for moved in ours.plan.traffic if moved.place == "device" and moved.phase != "update")
+    if BREADTH in KINDS[kind][2] and buffers in (1, 9):
+        # The prefetcher cannot tell the last micro-batch's turn in the first block from earlier ones. With a single
+        # buffer, or more buffers than blocks, it may then fetch an embedding again.
+        assert planned <= fetched <= 1.05 * planned
+    else:
+        assert fetched == planned > 0
+    if buffers not in (2, 3):
+        return
+    for before, event in pairwise(events):
+        assert not (event[0] == "start" and before == ("need", event[1])), f"{event} was needed before"
+    passes = [index for index, event in enumerate(events) if event[0] == "pass"]
+    assert len(passes) == 2 * (1 if BREADTH in KINDS[kind][2] else accumulate)
+    for index in passes:  # A pass's first unit was started before the pass.
+        first = next(unit for kind, unit in events[index:] if kind == "need")
+        assert first in [unit for kind, unit in events[:index] if kind == "start"]
+
+
+def test_reading_a_weight_of_another_block_gives_nan(qwen3: Path) -> None:
+    """Code that reads a weight without calling its module stops the run rather than use old values."""
+    with engine(qwen3, "--params", "cpu", OFF, "tiered.weight_buffers=1") as ours:
+        first, second = (ours.offloaded._module.get_submodule(f"model.layers.{number}") for number in (0, 1))
+        gate = first.mlp.gate_proj.weight
+        second.mlp.register_forward_hook(lambda module, given, output: output + gate.sum())
+        loss, norm = train(ours, batches(1))[0]
+        assert loss != loss
+        assert norm is None

@@ -121,7 +121,7 @@ def checkpoint_bytes(work: Workload) -> int:
 
 
 # -- the block inputs that activation checkpointing keeps in RAM. The engine allocates with these numbers
-# (`offloading/activation_offload.py`).
+# (`offloading/model.py`).
 
 _GENERATORS = 5056 + 16  # bytes of the states of a CPU's and a GPU's generator
 INPUTS_UNDER_WAY = 2  # inputs on the device that are being copied out or back

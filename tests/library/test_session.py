@@ -44,7 +44,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import offload_trainer as ot
 from offload_trainer.config import PlacementSection
 from offload_trainer.errors import UserError
-from offload_trainer.offloading.activation_offload import Activations
+from offload_trainer.offloading.model import Activations
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.placed import PlacedWeights

@@ -19,8 +19,8 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.breadth_first import why_no_chain
 from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.presets import PRESETS, gpt2_shape
-from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.offloading.device import Copies, CpuDevice, CudaDevice
+from offload_trainer.offloading.model import Activations
 from offload_trainer.plan.memory import INPUTS_UNDER_WAY, BlockInputs
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import ModelShape

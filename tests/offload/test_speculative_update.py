@@ -23,8 +23,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.manifest import ManifestWriter
 from offload_trainer.offloading.pages.store import PageStore
-from offload_trainer.offloading.update.page_pipeline import PagePipeline
-from offload_trainer.offloading.update.updater import SpeculativeStep, StepParams, Updater, ranges_of
+from offload_trainer.offloading.update.updater import PagePipeline, SpeculativeStep, StepParams, Updater, ranges_of
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.optim.rules import AdamW

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine_bench import batches, digest, engine, model_directory, train
+from engine_bench import batches, digest, model_directory, train
 from forked_ranks import in_ranks
-from late_transfers import FailingWrites, late, late_engine
+from late_transfers import late, late_engine
 from placements import ALL_ON_DRIVES, until
 from seen_calls import calls_of
 
@@ -269,25 +269,6 @@ def test_autograds_thread_computes_no_norm_of_sums_and_does_not_wait(
         train(ours, batches(3), accumulate=3)
         assert norms == ["sums-0"] * len(ours.offloaded.trained)
     assert not any(waits)
-
-
-@pytest.mark.usefixtures("nothing_is_small")
-def test_an_error_of_the_accumulator_ends_the_step_and_the_thread(
-    drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A failing drive raises one error from train_step, and closing the engine leaves no thread."""
-    monkeypatch.setattr("offload_trainer.engine.tiered.Transfers", lambda **_: FailingWrites("gradients"))
-    where = model_directory(tmp_path / "gpt2", "gpt2")
-    before = _threads_of_sums()  # threads of other tests' engines
-    with engine(where, "--accumulate", "2", *ALL_ON_DRIVES, drives=[drive]) as ours:
-        with pytest.raises(TrainerError, match=r"^the drive failed$"):
-            train(ours, batches(2), accumulate=2)
-        assert _threads_of_sums() - before
-    assert not _threads_of_sums() - before
-
-
-def _threads_of_sums() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "sums-0"}
 
 
 # -- norms -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import pytest
 import torch
 from commands import TINY
 from engine_bench import DROPOUT, batches, engine, model_directory, train
-from forked_ranks import Case, Result, call_ranks, count_calls, counts, in_ranks, run_ranks, train_cases
+from forked_ranks import Case, Result, call_ranks, counts, in_ranks, run_ranks, train_cases
 from late_transfers import late_engine
 from placements import ALL_ON_DRIVES, BEHIND, FULL, IN_LINE, ON, hold_up
 from sample_chats import lines, turns
@@ -258,36 +258,6 @@ def test_ranks_fetch_their_own_units_only_also_around_a_validation(folder: Path,
         assert all(own.issuperset(units) for units in others)
 
 
-def count_cuts(cases: Sequence[Case]) -> list[Result]:
-    """Train the cases as one of the ranks; count the bytes that its slots get, and those that it takes from slots."""
-    count_calls(CpuDevice, "keep", lambda _, values, into: {"out": values.nbytes})
-    count_calls(CpuDevice, "copy_back", lambda _, source, into, **__: {"back": into.nbytes})
-    return train_cases(cases)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("count", "groups"), [(3, 1), (2, 2)])
-def test_bytes_on_drives_and_between_ranks_are_the_plans(count: int, groups: int, folder: Path, tmp_path: Path) -> None:
-    """What all ranks read, write and pass on in a fourth step is what the plan of a step says."""
-    words = (*ALL_ON_DRIVES, IN_LINE, "--accumulate", "4", "--seq-len", "24", "--micro-batch", "2")
-    model, words = model_directory(folder / "llama", "llama", **MODELS["llama"]), (*words, f"parallel.pipeline={count}")
-    case = Case(model, words, tmp_path / "3", steps=3, micro=4 * groups, drives=(folder / "drive",))
-    both = [case, replace(case, steps=4, out=tmp_path / "4")]
-    both = run_ranks(both, count=count * groups, folder=tmp_path / "ranks", work=count_cuts)
-    fewer, more = (sum((Counter(one.counts) for one in of_case), Counter[str]()) for of_case in both)
-    always = ("--model", str(case.model), "--scratch", "--nvme", str(folder / "drive"), "tiered.page_size=8192")
-    config = load_config([*always, *case.words])
-    shape = resolve_model(config.model, seed=0).shape
-    plan = make_plan(config, shape, probe_machine(config.placement), world=count * groups)
-    moved = [moved for moved in plan.traffic if moved.place == str(folder / "drive")]
-    assert more["read"] - fewer["read"] == sum(one.read for one in moved)
-    assert more["written"] - fewer["written"] == sum(one.written for one in moved)
-    (out,) = (one.written for one in plan.traffic if (one.place, one.phase) == ("device", "forward"))
-    assert out == 5 * 4 * plan.work.hidden_bytes // count  # 5 blocks, whose outputs all leave
-    both_ways = [more[way] - fewer[way] for way in ("out", "back")]
-    assert both_ways == [2 * count * groups * out] * 2  # and whose gradients come back
-
-
 def reported() -> list[int]:
     """Return the units that this rank hears of, in a backward in which a weight of the second block has no gradient."""
     node, units, owners, found = Node(together=True), small_units(), {3: 0, 2: 1, 1: 0, 0: 0}, list[int]()
@@ -373,22 +343,6 @@ def test_what_cannot_be_shared_is_refused(words: list[str], count: int, changes:
     shape, here = replace(SHAPES["gpt2-medium"], **changes), machine(gpu=80 * GB, ram=64 * GB)
     with pytest.raises(UserError, match=message):
         make_plan(wish("parallel.pipeline=2", *words), shape, here, world=count)
-
-
-def test_weights_move_once_a_pass_and_ranks_share_the_computation() -> None:
-    """Of 4 GPUs each copies a quarter of what one GPU copies, and computes about a quarter."""
-    words = ("--params", "cpu", "--accumulate", "16", "--micro-batch", "1", "model.activation_checkpointing=on")
-    here = cluster(matmul=1e14)
-    one = make_plan(wish(*words, "tiered.micro_batch_order=breadth_first"), SHAPES["gpt2-xl"], here)
-    four = make_plan(wish(*words, "parallel.pipeline=4"), SHAPES["gpt2-xl"], here, world=4)
-    copied = [sum(moved.read for moved in plan.traffic if moved.place == "device") for plan in (one, four)]
-    copied[1] -= 2 * 48 * 16 * four.work.hidden_bytes // 4  # between ranks
-    assert 0.85 * copied[0] < 4 * copied[1] < copied[0]  # their buffers hold more of it from forward to backward
-    assert four.work.tokens == one.work.tokens
-    computing = [
-        sum(bound.seconds for bound in plan.forecast.bounds if bound.kind == "compute") for plan in (one, four)
-    ]
-    assert 1.05 < 4 * computing[1] / computing[0] < 1.15  # the head is a block of 2.6 that one of them computes
 
 
 def simulated(owners: Sequence[int], seconds: Callable[[int, int], float], *, micro: int, **how: Any) -> float:

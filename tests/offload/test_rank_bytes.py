@@ -99,6 +99,8 @@ def count_exchanges(cases: Sequence[Case]) -> list[Result]:
         (ranks, "exchange_numbers", lambda *_, **__: {"gathers": int(on_thread("update_progress"))}),
         (ranks, "all_gather_parts", gathered),
         (device, "copy_alone", copied),
+        (device.CpuDevice, "keep", lambda _, values, into: {"between_blocks": values.nbytes}),
+        (device.CpuDevice, "copy_back", lambda _, source, into, **__: {"between_blocks": into.nbytes}),
     ):
         count_calls(owner, name, counted)
     return train_cases(cases)
@@ -140,7 +142,10 @@ def test_bytes_are_the_plans(
     counted = sum(found, Counter[str]())
     # Gradients in inboxes are added too, except for marks and for padding between weights.
     inboxes = sum(one.bytes(NETWORK, "backward")[0] for one in moved) - _not_added(work, units)
+    (passed_on,) = (one.written for one in plan.traffic if (one.place, one.phase) == ("device", "forward"))
     planned = {
+        # outputs and their gradients, each copied out and in
+        "between_blocks": 4 * world * passed_on,
         "read": sum(one.read for one in drives),
         "written": sum(one.written for one in drives),
         "added": sum(one.bytes(OUTBOX, "backward")[0] for one in moved) + inboxes,
@@ -153,6 +158,7 @@ def test_bytes_are_the_plans(
     }
     assert {name: counted[name] for name in planned} == {name: STEPS * size for name, size in planned.items()}
     assert (counted["laid_out"] > 0) == (world > 1)
+    assert (passed_on > 0) == (pipeline > 1)
     assert (counted["gradients_in"] > 0) == (counted["weights_in"] > 0) == (nodes > 1)
     ways = ("from_ram", "from_others")  # A run ends with the fetches that its next step would begin with.
     in_a_step = [[after[way] - of_rank[way] for way in ways] for of_rank, after in zip(found, more, strict=True)]

@@ -25,7 +25,6 @@ from offload_trainer.offloading.pages.manifest import ManifestWriter
 from offload_trainer.offloading.pages.store import PageStore
 from offload_trainer.offloading.update.updater import PagePipeline, SpeculativeStep, StepParams, Updater, ranges_of
 from offload_trainer.offloading.weights.placed import PlacedWeights
-from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import Page, units_of
@@ -74,15 +73,6 @@ def test_speculative_pages_are_valid_only_with_the_expected_parameters() -> None
     pages = [Page(0, 0, unit.trained, RAM)]
     assert step.kept(StepParams([ranges_of(unit, rule, steps | {"another": 4})], 0.5, 7), pages) == {0}
     assert not any(step.kept(other, pages) for other in others)
-
-
-@pytest.mark.usefixtures("always")
-def test_prefetched_weights_of_a_skipped_step_are_dropped(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    forgotten = calls_of(monkeypatch.setattr, WeightPrefetcher, "forget")
-    with build("weights in RAM", FULL) as ours:
-        ours.offloaded.parameters["transformer.wpe.weight"][0].register_hook(lambda grad: grad.fill_(float("nan")))
-        assert train(ours, batches(1))[0][1] is None
-        assert forgotten
 
 
 # -- early pages -------------------------------------------------------------------------------------------------------

@@ -114,8 +114,6 @@ class TieredEngine:
         """Return whether few steps are clipped or skipped, which wastes early updates and moves their bytes again."""
         return sum(self._surprises) <= _AT_MOST
 
-    # -- a step -------------------------------------------------------------------------------------------------------
-
     def train_step(self, batches: Sequence[Batch], *, lr: float, clock: PhaseClock) -> StepResult:
         self._module.train()
         self._updating = False

@@ -89,8 +89,6 @@ class OffloadedModel:
             self._watch_gradients(stack)
             self._open = stack.pop_all()
 
-    # -- construction -------------------------------------------------------------------------------------------------
-
     def _watch_gradients(self, stack: ExitStack) -> None:
         """Register hooks that collect gradients and, on a CPU, hooks that return freed memory to the system."""
         hooks = [

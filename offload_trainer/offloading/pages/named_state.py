@@ -72,8 +72,6 @@ class TieredState:
             if place.weight.trainable and first < last:
                 yield place.weight.name, slice(first - page.start, last - page.start)
 
-    # -- loading ------------------------------------------------------------------------------------------------------
-
     def load(self, directory: Path, node: Node) -> EngineState:
         """Load a state of any engine and format. All ranks call it, and each reads its own pages."""
         node.on_first_rank(lambda: self._load_fixed(directory))

@@ -62,8 +62,6 @@ class Node:
         """Return separate connections for one side thread of each rank. Collective."""
         return ranks.group_of(in_step=False), self._across(in_step=True)
 
-    # -- memory -------------------------------------------------------------------------------------------------------
-
     def memory(self, size: int, *, pinned: bool = False) -> torch.Tensor:
         """Return `size` zeroed bytes (uint8) that all ranks of the node share. They call it in the same order."""
         if len(self.local_ranks) == 1 or size == 0:
@@ -90,8 +88,6 @@ class Node:
             pin(found[self.rank])
         return found
 
-    # -- barriers -----------------------------------------------------------------------------------------------------
-
     def barrier(self) -> None:
         """Wait until every rank has reached the barrier. Raises TrainerError if one does not come in time."""
         if self.meet is not None:
@@ -117,8 +113,6 @@ class Node:
         found: list[T] = []
         ranks.everybody().each(lambda: found.append(work()))
         return found[0]
-
-    # -- tensors ------------------------------------------------------------------------------------------------------
 
     def broadcast(self, values: torch.Tensor, *, source: int, connections: Connections | None = None) -> None:
         """Broadcast `values` (1-D, contiguous, on the device) in place from rank `source`. All ranks call it.

@@ -80,8 +80,6 @@ class ShardedGradients:
         self._last = False  # the current micro-batch is the step's last
         self._normed: set[int] = set()  # units whose partial norms are up to date
 
-    # -- during backward ----------------------------------------------------------------------------------------------
-
     def report_to(self, complete: Complete | None, *, owners: Mapping[int, int]) -> None:
         """Begin a step's last backward as `Gradients.report_to` does; there are no early updates with `owners`."""
         self._complete = complete
@@ -203,8 +201,6 @@ class ShardedGradients:
                     values = boxes[rank][start - first : stop - first]
                     self._kernel.add(sums[start:stop], values, first=name not in arrived)
                 arrived.add(name)
-
-    # -- after it -----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Wait until all ranks have stored their sums. Raises UserError if a backward was not ended."""

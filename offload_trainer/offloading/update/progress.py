@@ -101,8 +101,6 @@ class UpdateProgress:
         if self._thread is not None:
             self._thread.close(patience=1.0)
 
-    # -- waiting for new weights --------------------------------------------------------------------------------------
-
     @property
     def hidden(self) -> float:
         """Return the total seconds of updates that were hidden behind other work."""

@@ -102,8 +102,6 @@ class PlacedWeights:
             return self._device.upload(values, resident[start : start + values.numel()], after=after)
         return self.store.write(unit, start, values)
 
-    # -- with several ranks -------------------------------------------------------------------------------------------
-
     def broadcast(self) -> None:
         """Broadcast the weights that each rank has updated to all devices and nodes, after all `commit`s completed."""
         node = self._node
@@ -141,8 +139,6 @@ class PlacedWeights:
     def broadcast_all(self) -> None:
         """Broadcast rank 0's weights on the device to all ranks."""
         self._node.broadcast(self._on_device, source=0)
-
-    # -- single weights -----------------------------------------------------------------------------------------------
 
     def get(self, unit: int, start: int, count: int) -> torch.Tensor:
         """Return a CPU copy of `count` elements from `start` on; of a frozen weight, from its start on."""

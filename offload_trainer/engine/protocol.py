@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 
 from offload_trainer.data.rows import Batch
-from offload_trainer.ranks import ALONE, Group
-from offload_trainer.storage.atomic_io import StoredFile
+from offload_trainer.offloading.pages.named_state import TieredSnapshot
+from offload_trainer.optim.state_files import BlockingSnapshot
 from offload_trainer.telemetry.meters import PhaseClock
 
 
@@ -29,21 +29,8 @@ class StepResult:
     update_running: bool = False  # the step's update may still be running
 
 
-class Snapshot(Protocol):
-    """An engine's state at one moment, to be written once."""
-
-    @property
-    def concurrent(self) -> bool:
-        """Return whether another thread may write it while the engine continues to train."""
-
-    def write(self, directory: Path, group: Group = ALONE) -> dict[str, StoredFile]:
-        """Write the state into `directory` and return the manifest's entries for the files on rank 0.
-
-        All ranks call it. `group` connects all ranks for the thread that writes.
-        """
-
-    def close(self) -> None:
-        """Release the snapshot, written or not."""
+# An engine's state at one moment, to be written once; if it is `concurrent`, on another thread than the training's.
+Snapshot = TieredSnapshot | BlockingSnapshot
 
 
 class Engine(Protocol):

@@ -215,13 +215,11 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def settle(ours: Any) -> None:
-    """Wait until nothing of earlier steps is on its way: no step waits for its last inputs or for prefetches."""
+    """Wait until nothing of earlier steps is on its way: no step waits for its prefetches."""
     ours.synchronize()
     for slot in ours.offloaded.stream._slots:
         if slot.arrival is not None:
             slot.arrival.wait()
-    for buffer in ours.offloaded.activations._ring if ours.offloaded.activations else ():
-        buffer.free.wait()
 
 
 def moved_in_step(ours: Any, data: Sequence[Batch]) -> tuple[int, int]:

@@ -119,7 +119,7 @@ def test_bytes_are_the_plans(
     drive = tmp_path / "drive"
     words = ["--params", "cpu", "--optimizer", "nvme", "--ram-fraction", "0.5", "--dtype", "bf16"]
     words += ["--accumulate", str(MICRO * pipeline // world), "tiered.weight_transfer=all_gather"]
-    words += [f"parallel.pipeline={pipeline}"]
+    words += [f"parallel.pipeline={pipeline}", "--seq-len", "24", "--micro-batch", "2"]
     case = Case(model, tuple(words), tmp_path / "out", steps=STEPS, micro=MICRO, drives=(drive,))
     longer = replace(case, steps=STEPS + 1, out=tmp_path / "longer")
     both = run_ranks([case, longer], count=world, nodes=nodes, folder=tmp_path / "ranks", work=count_exchanges)

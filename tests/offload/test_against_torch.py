@@ -67,9 +67,6 @@ def test_clipped_steps_are_torchs_clip_grad_norm(words: list[str], clip: float, 
         assert_same(masters(ours), weights)
 
 
-# -- the mean over all counted targets ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("words", [("--engine", "plain"), ("--ram-fraction", "1", "model.loss_chunk=10")], ids=str)
 def test_the_mean_is_over_all_targets_of_a_step(words: tuple[str, ...], pretrained: Path) -> None:
     data = masked(batches(9))

@@ -61,9 +61,6 @@ def test_an_error_ends_all_threads(qwen3: Path, drive: Path) -> None:
         hook.remove()
 
 
-# -- what is chosen, and what cannot run so ----------------------------------------------------------------------------
-
-
 ROUTERS = "the loss of MixtralForCausalLM has a part of the routers of all blocks (output_router_logits)"
 
 

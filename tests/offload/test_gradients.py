@@ -271,9 +271,6 @@ def test_autograds_thread_computes_no_norm_of_sums_and_does_not_wait(
     assert not any(waits)
 
 
-# -- norms -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-5)])
 def test_norms_of_large_gradients_are_right(dtype: torch.dtype, bound: float, seed: int) -> None:

@@ -463,9 +463,6 @@ def test_a_norm_that_is_registered_before_the_blocks_belongs_to_the_heads_rank(f
     assert used[0] | used[1] == {unit.name for unit in units}
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
 class Tracked(TorchDispatchMode):
     """Count the bytes of the tensors that operations have made, on one thread; the count is of all threads."""
 

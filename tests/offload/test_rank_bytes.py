@@ -35,9 +35,6 @@ pytestmark = pytest.mark.slow
 MICRO, STEPS = 4, 3
 
 
-# -- on a rank ---------------------------------------------------------------------------------------------------------
-
-
 class Adding(TorchDispatchMode):
     """Count the operands of torch's operations: `added` bytes of gradients, `sums` bytes read and written for them."""
 
@@ -104,9 +101,6 @@ def count_exchanges(cases: Sequence[Case]) -> list[Result]:
     ):
         count_calls(owner, name, counted)
     return train_cases(cases)
-
-
-# -- the test ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("world", "nodes", "pipeline"), [(1, 1, 1), (4, 1, 1), (4, 2, 1), (4, 1, 2), (4, 2, 2)])

@@ -28,9 +28,6 @@ from offload_trainer.telemetry.meters import PhaseClock
 pytestmark = pytest.mark.usefixtures("nothing_is_small", "always", "slow_pages")
 
 
-# -- clipped and skipped steps -----------------------------------------------------------------------------------------
-
-
 QUICK = ("nothing in RAM", "a third in RAM")  # the others are only for `make test-all`
 IN_RAM = [*AWAY, "--ram-fraction", "1"]
 NATIVE = [*IN_RAM, "optim.kernel=native"]  # it copies old state in the pass that updates it
@@ -104,8 +101,6 @@ def test_a_step_that_is_skipped_changes_nothing(
     assert found[0] == found[1]
 
 
-# -- snapshots ---------------------------------------------------------------------------------------------------------
-
 FROZEN = [*ALL_ON_DRIVES, 'model.freeze=["h.1.mlp","wpe"]', "optim.moment_dtype=8bit"]
 SNAPSHOTS = {  # placement, schedule, share of shadow memory; on the device transfers are late
     "on the device": (["--gpu-fraction", "1"], IN_LINE, 0.0),
@@ -145,9 +140,6 @@ def test_a_snapshot_is_of_its_step(case: str, build: Build, tmp_path: Path, monk
             ours.load(tmp_path / "meanwhile")
             assert train(ours, data[3:]) == steps[3:]
         assert_same(masters(ours), weights)
-
-
-# -- every wait is needed --------------------------------------------------------------------------------------------
 
 
 def test_a_weight_that_is_read_without_a_hook_is_nan(build: Build) -> None:
@@ -190,9 +182,6 @@ def test_a_backward_waits_for_units_that_its_forward_skipped(build: Build, monke
         assert_same(masters(ours), weights)
 
 
-# -- between steps -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("home", ["a third in RAM", "weights and gradients on the drive"])
 def test_evaluation_masters_and_weights_wait_for_the_update(home: str, build: Build) -> None:
     found = []
@@ -225,9 +214,6 @@ def test_closing_waits_for_a_running_update(build: Build, monkeypatch: pytest.Mo
         assert read_newest(read_description(index.parent)).step == 1
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_drive_that_fails_stops_the_next_step_with_the_numbers(build: Build) -> None:
     with build("nothing in RAM", BEHIND) as ours:
         train(ours, batches(1))
@@ -242,9 +228,6 @@ def test_a_drive_that_fails_stops_the_next_step_with_the_numbers(build: Build) -
         for call in (ours.synchronize, ours.snapshot, lambda: masters(ours), lambda: ours.eval_loss(batches(1)[0])):
             with pytest.raises(TrainerError, match=words):
                 call()
-
-
-# -- timings -----------------------------------------------------------------------------------------------------------
 
 
 def test_waited_and_hidden_seconds_add_up(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:

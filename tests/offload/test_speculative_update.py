@@ -38,8 +38,6 @@ ALL = ["--ram-fraction", "1"]
 IN_RAM = [*ALL, "--params", "cpu", "placement.gradients=cpu"]
 UNCLIPPED, CLIPPED = "optim.max_grad_norm=0", "optim.max_grad_norm=0.01"
 
-# -- the same bits ---------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.usefixtures("always")
 def test_a_block_that_a_step_does_not_use_counts_its_own_steps(
@@ -73,9 +71,6 @@ def test_speculative_pages_are_valid_only_with_the_expected_parameters() -> None
     pages = [Page(0, 0, unit.trained, RAM)]
     assert step.kept(StepParams([ranges_of(unit, rule, steps | {"another": 4})], 0.5, 7), pages) == {0}
     assert not any(step.kept(other, pages) for other in others)
-
-
-# -- early pages -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -162,9 +157,6 @@ def test_the_plan_counts_what_is_allocated(share: float, build: Build) -> None:
         assert sum(memory.numel() for memory in ours.offloaded.updater.shadows.values()) == sum(planned) > 0
 
 
-# -- when steps are often clipped ------------------------------------------------------------------------------------
-
-
 def test_speculation_pauses_after_more_than_two_mispredictions_in_eight_steps() -> None:
     engine, found = SimpleNamespace(_surprises=deque[bool](maxlen=tiered._RECENT)), []
     for as_expected in [True, False, False, True, False, *[True] * 8]:
@@ -183,9 +175,6 @@ def test_a_run_whose_steps_are_all_clipped_stops_speculating(
         assert_same(masters(ours), plain(build.model, 4, clip)[1])
     assert len(kept) == steps
     assert all(counted == (0 if limit else done) and done for counted, done in kept)
-
-
-# -- between steps -----------------------------------------------------------------------------------------------------
 
 
 def test_a_backward_that_fails_ends_with_its_own_error_and_the_thread_ends(build: Build) -> None:
@@ -305,9 +294,6 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls_of(monkeypatch.setattr, PageStore, "read", lambda _, number, *__, **___: number)
 
 
-# -- bytes in flight ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("decided", ["kept", "clipped", "skipped"])
 @pytest.mark.parametrize("file", ["state", "weights"])
@@ -412,9 +398,6 @@ def test_copies_that_a_record_names_stay_if_the_next_one_cannot_be_written(
         ours.close()
         (index,) = build.drive.glob("offload-trainer/run-*/store.json")
         assert_same(stored_masters(index.parent)[1], before)
-
-
-# -- state that is read before its gradients exist ---------------------------------------------------------------------
 
 
 def test_state_of_the_first_pages_and_then_in_the_order_of_the_last_backward_is_read_ahead(
@@ -544,9 +527,6 @@ def test_steps_that_are_not_announced_offer_nothing(build: Build, monkeypatch: p
         train(ours, batches(2))
         ours.synchronize()
         assert len(moving._too_early) == before
-
-
-# -- units out of order ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

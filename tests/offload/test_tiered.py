@@ -80,9 +80,6 @@ def test_weights_without_a_gradient_do_not_move_and_keep_their_own_count(
         assert_same(masters(ours), weights)
 
 
-# -- fp16 ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("home", SUMS)
 def test_fp16_overflow_skips_the_step_and_halves_the_scale(
     home: str, build: Build, monkeypatch: pytest.MonkeyPatch
@@ -131,9 +128,6 @@ def test_a_loss_scale_is_resumed_in_fp16_only(build: Build, tmp_path: Path, monk
                 ours.load(tmp_path / before)
                 scales[before, after] = ours.offloaded.loss_scale.value
     assert scales == {("bf16", "bf16"): 1, ("bf16", "fp16"): 1024, ("fp16", "bf16"): 1, ("fp16", "fp16"): 2048}
-
-
-# -- state -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_closed_snapshot_blocks_no_update(build: Build, tmp_path: Path) -> None:
@@ -220,9 +214,6 @@ def test_stored_moments_without_a_gradient_do_not_drift(build: Build, tmp_path: 
         saved(ours, tmp_path / "bf16")
     for field in fields.keys() - {"master"}:
         assert_same(*(load_file(tmp_path / name / f"{field}.safetensors") for name in ("bf16", "6")))
-
-
-# -- drives ----------------------------------------------------------------------------------------------------------
 
 
 def test_bytes_are_the_planned_ones_and_no_more(build: Build) -> None:
@@ -335,9 +326,6 @@ def lease(drive: Path) -> Path:
     return next((drive / "offload-trainer").glob("run-*"))
 
 
-# -- commit or discard -------------------------------------------------------------------------------------------------
-
-
 def test_files_hold_one_whole_step_at_every_moment(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,9 +386,6 @@ def test_the_order_that_a_power_cut_needs(
             ours.commit({"step": number})
         ours.synchronize()
     assert [call for call, _ in groupby(calls)] == 3 * ["write state", "sync state", "write record", "sync record"]
-
-
-# -- saving ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_next_update_waits_for_no_save(build: Build, tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from late_transfers import late_engine
 from placements import ALL_ON_DRIVES, BEHIND, FULL, IN_LINE, ON, hold_up
 from sample_chats import lines, turns
 from sample_plans import GB, SHAPES, cluster, machine, rate, timed, wish
-from seen_calls import calls_of
 from test_gradients import model as small_units
 from test_gradients import places, sums
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,7 +39,6 @@ from offload_trainer.model.loader import checkpoint_blocks, resolve_model
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.offloading.device import CpuDevice
 from offload_trainer.offloading.gradients.collector import GradientIntake
-from offload_trainer.offloading.ranks.collective_fetch import WeightFetches
 from offload_trainer.offloading.ranks.cuts import Cuts, Like
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.update.updater import SpeculativeStep
@@ -231,31 +229,6 @@ def test_late_copies_change_nothing(
     made = cases(folder, tmp_path, count=2, names=names)
     found = run_ranks(made, count=2, folder=tmp_path / "ranks", work=train_late)
     assert found == [of_one * 2 for of_one in alone(names)]
-
-
-PAIR = ("parallel.pipeline=2", "--accumulate", "3", "--params", "nvme", "tiered.weight_buffers=2")
-
-
-def fetched(model: Path, drive: Path) -> list[list[int]]:
-    """Return the units that this rank fetches in a step, in a validation and in the step after it."""
-    asked, found, data = calls_of(setattr, WeightFetches, "source", lambda _, unit: unit), list[list[int]](), batches(3)
-    with engine(model, *PAIR, drives=[drive]) as made:
-        train(made, batches(6), accumulate=3)
-        for validates in (False, True, False):
-            asked.clear()
-            made.eval_loss(data[0]) if validates else train(made, data, accumulate=3)
-            found.append([*asked])
-    return found
-
-
-@pytest.mark.slow
-def test_ranks_fetch_their_own_units_only_also_around_a_validation(folder: Path, tmp_path: Path) -> None:
-    """Otherwise the next step would prefetch in the order of the validation."""
-    model = model_directory(folder / "llama", "llama", **MODELS["llama"])
-    found = in_ranks(fetched, model, folder / "drive", count=2, folder=tmp_path)
-    for own, (before, *others) in zip(({0, 1, 3, 5}, {2, 4, 6, 7}), found, strict=True):
-        assert set(before) == own
-        assert all(own.issuperset(units) for units in others)
 
 
 def reported() -> list[int]:

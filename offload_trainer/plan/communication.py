@@ -1,40 +1,16 @@
 """The bytes that ranks exchange in a step, and the seconds that they wait. Pure arithmetic.
 
-`exchange_of` counts what ranks of the tiered engine move (`offloading/ranks/sharded_gradients.py`, `node_comm.py`), but
-not the messages of norms (one number for each piece, and the parts of pieces that a border between ranks cuts: on
-average 2 MB for each border in a unit) and those at the start of a step: up to 7 % of a step for small models on two
-nodes. Gradients are added in the order that a single rank would use, so nothing is reduced before it is sent. That
-takes as many times the bytes of a reduction as a node has ranks.
-
-Of pipelines only the ranks that compute a unit, one of each, exchange its gradients and have barriers for it.
-
-Stock ZeRO and tensor parallelism have N = T D ranks: T ranks share each matrix product of a block (tensor), D have
-different rows (data). A rank has W weights of e bytes. ZeRO partitions over the D ranks with the same weights. Each
-takes M micro-batches of t tokens per step. There are h hidden elements; r(n) = (n - 1) / n. Each GPU sends, and
-receives, this many bytes in a step:
-
-    ZeRO-1      r(D) e W of gradients once (reduce-scatter), r(D) e W of new weights (all-gather)
-    ZeRO-2      M r(D) e W of gradients, r(D) e W of new weights. Twice the gradients if DeepSpeed all-reduces whole
-                buckets (0.19.8, stage_1_and_2.py, `average_tensor`), which engine/deepspeed.py avoids
-    ZeRO-3      3 M r(D) e W: all-gather in forward and backward, reduce-scatter (Rajbhandari et al. 2020, section 7),
-                less what DeepSpeed does not gather again (`gathered` in plan/deepspeed.py)
-    tensor      2 r(T) e t h for each all-reduce, M times. The forward has 2 per block (Shoeybi et al. 2019, section 3).
-                The backward has one per column-split product, since DeepSpeed's AutoTP reduces each product's input
-                gradient separately (Megatron: 2). Recomputation adds 1, as it stops at the last tensor that autograd
-                saves
-
-Ranks of a tensor group are adjacent; then come those of data. A ring that spans nodes enters and leaves each node once,
-and a node is crossed by as many rings as the rank distance within a group. ZeRO's collectives overlap matrix products
-(those of ZeRO-1 only the last micro-batch's, which the plan does not tell apart); those of tensor do not overlap.
+First come the ranks of the tiered engine, then the collectives of stock ZeRO and of tensor parallelism. Ranks of a
+tensor group are adjacent; then come those with different rows.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from offload_trainer.plan.machine import MachineProfile, Rate
 from offload_trainer.plan.shape import ModelShape, Weight
-from offload_trainer.plan.step_time import Bound, Traffic
+from offload_trainer.plan.step_time import PHASES, Bound, Traffic
 from offload_trainer.plan.tiered.layout import DEVICE, Place, TierMap, Unit, range_of_rank, rank_of
 from offload_trainer.plan.tiers import on_drive
 from offload_trainer.plan.workload import Workload
@@ -46,13 +22,10 @@ OUTBOX, NETWORK, GPUS = "outboxes", "network", "gpus"
 
 @dataclass(frozen=True)
 class CommCost:
-    """Communication of one node in a step: bytes by link and phase, and the numbers of barriers and gathers.
-
-    `sums` is the memory traffic of adding gradients in the backward, in bytes.
-    """
+    """Communication of one node in a step: bytes by link and phase, and the numbers of barriers and gathers."""
 
     links: tuple[Traffic, ...]
-    sums: int
+    sums: int  # bytes of memory that adding gradients in the backward reads and writes
     barriers: int
     gathers: int
 
@@ -65,7 +38,10 @@ class CommCost:
 def exchange_of(work: Workload, homes: TierMap, *, by_parts: Mapping[str, tuple[int, int]], node: int = 0) -> CommCost:
     """Return what the ranks of node `node` move in a step in which every weight has a gradient; all 0 for one rank.
 
-    `by_parts`: weights that each device receives by all-gather, from `gathered_weights`.
+    `by_parts`: weights that each device receives by all-gather, from `gathered_weights`. Gradients are added in the
+    order that a single rank would use, so nothing is reduced before it is sent. Not counted are the messages of norms
+    (on average 2 MB for each border between ranks in a unit) and those at the start of a step: up to 7 % of a step for
+    small models on two nodes. Of pipelines only the ranks that compute a unit exchange its gradients.
     """
     if work.world == 1:
         return CommCost((), sums=0, barriers=0, gathers=0)
@@ -108,10 +84,8 @@ def exchange_of(work: Workload, homes: TierMap, *, by_parts: Mapping[str, tuple[
 def bounds_of(moved: CommCost, work: Workload, machine: MachineProfile) -> tuple[list[Bound], list[Bound]]:
     """Return the waits that add to a phase's slowest bound, and the transfers that overlap its computation.
 
-    The autograd thread waits for a unit's gradients, for the other ranks and for the additions before it continues.
-    Gradients on the network may take until the next unit's gradients are complete, and new weights until the last ones
-    are computed, so those overlap. Rank 0 counts as receiving a message from each other rank, and in a barrier as
-    answering it.
+    The autograd thread waits for a unit's gradients, for the other ranks and for the additions. Gradients and new
+    weights on the network overlap the next unit. In a barrier rank 0 receives a message of each other rank and answers.
     """
     if work.world == 1:
         return [], []
@@ -128,8 +102,7 @@ def bounds_of(moved: CommCost, work: Workload, machine: MachineProfile) -> tuple
     waits = [Bound("backward", _over(size, machine.rates.memory), what, "memory")] if size else []
     owners = work.world // work.pipeline - 1  # of a unit in other pipelines
     waits += messages("backward", moved.barriers - STEP_BARRIERS, others=owners) + messages("update", STEP_BARRIERS)
-    hidden = _over_network(moved.bytes(NETWORK, "backward"), machine, phase="backward")
-    hidden += _over_network(moved.bytes(NETWORK, "update"), machine, phase="update")
+    hidden = [one for phase in PHASES for one in _over_network(moved.bytes(NETWORK, phase), machine, phase=phase)]
     to_gpus, _ = moved.bytes(GPUS, "update")
     if machine.gpu is not None and to_gpus:
         hidden.append(_between_gpus(to_gpus, machine, phase="update", what="of updated weights to each GPU"))
@@ -167,14 +140,22 @@ class Collective:
     hides: bool = False  # it overlaps the phase's products
 
     def network(self, here: int) -> float:
-        """Return the bytes each way through the network of a node with `here` ranks."""
+        """Return the bytes each way through the network of a node with `here` ranks.
+
+        A ring that spans nodes enters and leaves each node once. A node is crossed by `stride` rings.
+        """
         return self.bytes * min(self.stride, here) if self.group * self.stride > here else 0.0
 
 
 def zero_collectives(
     work: Workload, *, stage: int, trained: float, gathered: Mapping[str, int]
 ) -> Iterator[Collective]:
-    """Yield ZeRO's collectives of a rank with `trained` trained weights; `gathered`: by ZeRO-3, in each phase."""
+    """Yield ZeRO's collectives of a rank with `trained` trained weights; `gathered`: by ZeRO-3, in each phase.
+
+    ZeRO-1 reduces gradients once, ZeRO-2 and 3 once a micro-batch (Rajbhandari et al. 2020, section 7). DeepSpeed would
+    all-reduce whole buckets (0.19.8, stage_1_and_2.py, `average_tensor`), which engine/deepspeed.py avoids. The plan
+    lets all of ZeRO-1's overlap, although only the last micro-batch's do.
+    """
     alike = work.data  # ranks with the same weights
     if alike == 1:
         return
@@ -191,7 +172,12 @@ def zero_collectives(
 
 
 def tensor_collectives(work: Workload) -> Iterator[Collective]:
-    """Yield the all-reduces of tensor parallelism on each rank."""
+    """Yield the all-reduces of tensor parallelism on each rank.
+
+    The forward has 2 per block (Shoeybi et al. 2019, section 3). The backward has one per column-split product, since
+    DeepSpeed's AutoTP reduces each product's input gradient separately (Megatron: 2). Recomputation adds 1, as it stops
+    at the last tensor that autograd saves.
+    """
     if work.tensor == 1:
         return
     again, blocks = int(work.checkpointed > 0), work.accumulate * work.shape.layers
@@ -215,13 +201,11 @@ def link_seconds(one: Collective, machine: MachineProfile, *, here: int) -> floa
 
 def as_traffic(moved: Iterable[Collective], *, here: int) -> Iterator[Traffic]:
     """Yield the bytes of each phase through each GPU, and through each node's network."""
-    found: dict[tuple[str, str], float] = {}
+    found = defaultdict[tuple[str, str], float](float)
     for one in moved:
-        for place, size in ((GPUS, one.bytes), (NETWORK, one.network(here))):
-            if size:
-                found[place, one.phase] = found.get((place, one.phase), 0.0) + size
-    for (place, phase), size in found.items():
-        yield Traffic(place, phase, round(size), round(size))
+        found[GPUS, one.phase] += one.bytes
+        found[NETWORK, one.phase] += one.network(here)
+    yield from (Traffic(place, phase, round(size), round(size)) for (place, phase), size in found.items() if size)
 
 
 def zero_bounds(moved: Iterable[Collective], machine: MachineProfile, *, here: int) -> Iterator[Bound]:
@@ -262,11 +246,8 @@ def column_products(shape: ModelShape) -> int:
     return max(0, max(counts.values(), default=0) - 2)
 
 
-# -- the gradient norm of a weight, divided over the ranks that each hold a part of its summed gradient
-#
-# A norm is computed from pieces of fixed size, counted from the weight's start, so that its bits do not depend on the
-# number of ranks. The ranks' ranges may cut a piece. A rank with a later part of a piece sends it to the rank in whose
-# range the piece begins. The engine communicates by these rules.
+# -- the gradient norm of a weight: it is computed from pieces of fixed size, counted from the weight's start, so that
+# its bits do not depend on the number of ranks. A rank sends its later part of a piece to the one where it begins.
 
 _PIECE = 1 << 17  # elements of a piece on a CPU
 _CHUNK = 1 << 20  # elements of a piece for a GPU, whose squares are summed pairwise
@@ -293,7 +274,6 @@ def norm_parts(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -
     """Return the share of `rank` in a weight's norm with pieces of `width` elements."""
 
     def within(rank: int, end: int) -> Part:
-        """Return the elements of the weight before `end` in a rank's range; first equals end if there are none."""
         first, end_of_rank = range_of_rank(unit, rank, ranks=ranks)
         first = max(first, place.start)
         return rank, first, max(first, min(end_of_rank, end))

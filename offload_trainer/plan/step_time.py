@@ -1,10 +1,7 @@
 """Predict the seconds of each phase of a step from the machine's measured rates. Pure arithmetic.
 
-    forward, backward   the slowest of: computation, weight copies to the device, drives, adding gradients in RAM
-    update              the slowest of: AdamW on the CPU and on the GPU, drives, weight copies to the device
-
-Everything within a phase overlaps. Phases run one after the other, unless the update overlaps the backward or the next
-forward (the last section). A phase for which a rate is missing is None.
+A phase takes as long as its slowest bound: computation, the update's kernels, copies, a drive or a link. Phases run one
+after the other, unless the update overlaps the backward or the next forward. A phase with a missing rate is None.
 """
 
 from __future__ import annotations
@@ -157,12 +154,10 @@ def _traffic_bounds(
     traffic: Sequence[Traffic], machine: MachineProfile, phase: str, *, stretch: float = 1.0
 ) -> list[Bound]:
     """Return one bound for each disk, and one for copies to and from the device; `stretch`: see `Costs`."""
-    by_disk: dict[str, list[Traffic]] = {}
-    for one in traffic:
-        if one.phase == phase:
-            drive = machine.drive(one.place)
-            by_disk.setdefault(drive.disk or one.place if drive else one.place, []).append(one)
-    bounds = []
+    bounds, by_disk = list[Bound](), defaultdict[str, list[Traffic]](list)
+    for one in (moved for moved in traffic if moved.phase == phase):
+        drive = machine.drive(one.place)
+        by_disk[(drive and drive.disk) or one.place].append(one)
     for disk, parts in by_disk.items():
         read, written = sum(part.read for part in parts), sum(part.written for part in parts)
         if not read and not written:
@@ -193,10 +188,7 @@ def copy_seconds(read: int, written: int, machine: MachineProfile) -> float | No
 
 
 def _at_once(read: int, written: int, *rates: Rate | None, stretch: float = 1.0) -> float | None:
-    """Return the seconds of both directions in parallel until one has finished, then of the other alone.
-
-    `rates` are those in and out alone, and in and out in parallel.
-    """
+    """Return the seconds of both ways at once, then of the rest; `rates`: in, out, and both in parallel."""
     known = [rate.value for rate in rates if rate is not None]
     if len(known) < len(rates):
         return None
@@ -215,8 +207,7 @@ def tokens_that_hide_the_update(found: Forecast, *, tokens: int) -> int | None:
     return -int(-tokens * (update - found.hidden) * (1 - share) / share // (forward + backward))
 
 
-# -- computation: a count per token (`ModelShape`) divided by a measured rate. If only the rate of matrix products is
-# known, the rest is estimated as a fixed share of it.
+# -- computation: a count per token (`ModelShape`) divided by a measured rate
 
 _OF_MATMUL = 0.8  # share of the matrix product rate that a whole model reaches on a GPU, if nothing else was measured
 
@@ -226,10 +217,7 @@ _COUNTS = ("products", "attention", "values", "loss", "tables")
 
 
 def computing_bounds(work: Workload, machine: MachineProfile) -> list[Bound]:
-    """Return the computation bounds of forward and backward: one GPU per rank, or one CPU for all ranks of a node.
-
-    Those of a pipeline include the waits of its ranks, and the copies that they wait for.
-    """
+    """Return the computation bounds of forward and backward: one GPU per rank, or one CPU for all ranks of a node."""
     each = _seconds_of_token(work, machine)
     tokens = work.tokens // (work.world if machine.gpu is not None else work.nodes)
     what = f"computing {format_count(work.tokens)} tokens"
@@ -252,10 +240,7 @@ def _seconds_of_token(work: Workload, machine: MachineProfile) -> tuple[float, f
 
 
 def _longer_in_turn(work: Workload, machine: MachineProfile, forward: float, backward: float) -> float:
-    """Return the seconds of a pipeline's computation over those of ranks that neither wait for each other nor copy.
-
-    `forward` and `backward` are those of a token.
-    """
+    """Return how much longer a pipeline computes than ranks that neither wait nor copy; seconds are of a token."""
     outside = replace(work, shape=work.shape.without(set(work.shape.blocks)))
     _, head = _seconds_of_token(outside, machine) or (0.0, 0.0)
     tokens = work.micro_batch * work.seq_len * (1 if machine.gpu is not None else work.here)  # ranks share a CPU
@@ -303,10 +288,7 @@ def pipeline_seconds(
 
 
 def _work_of_token(work: Workload) -> list[dict[str, float]]:
-    """Return the `_COUNTS` of the backward's recomputation, of the forward, and of the backward itself.
-
-    The recomputation covers checkpointed blocks, and the head if the loss has several chunks.
-    """
+    """Return the `_COUNTS` of the backward's recomputation, of the forward, and of the backward itself."""
     shape, seq_len = work.shape, work.seq_len
 
     def of_blocks(model: ModelShape) -> dict[str, float]:
@@ -380,8 +362,7 @@ def products_of(shape: tuple[int, int]) -> int:
 def seconds_of_matrices(model: ModelShape, machine: MachineProfile) -> float | None:
     """Return the seconds for all matrices of a model, on the GPU if there is one; None if no rate is known.
 
-    The rate is that of the iteration, or else of a layer's products. Pages that the CPU updates move each matrix to the
-    GPU and back with 16 bits an element, which is not overlapped.
+    Pages that the CPU updates move each matrix to the GPU and back with 16 bits an element, which is not overlapped.
     """
     rates = machine.rates
     timed = rates.layers.get(RATE) or rates.matmul.get(stands_for("bf16", machine) or "")
@@ -405,10 +386,7 @@ def seconds_of_matrices(model: ModelShape, machine: MachineProfile) -> float | N
 # of the update up to unit k plus the forward from k on (S. M. Johnson, 1954). The device and the CPU update at the same
 # time, and the forward waits for a unit's pages on both. Work on the same resource (a drive, the bus, the CPU) adds up.
 # Only the forward of the step's first micro-batch can hide an update, because its backward overwrites the sums.
-#
-# Early pages, on drives or with shadow memory, overlap the step's last backward from its first complete block on. All
-# pages of modules before the blocks remain, since these complete last; the others that remain are spread evenly over
-# the blocks. A mispredicted step hides nothing.
+# Early pages, on drives or with shadow memory, overlap the step's last backward from its first complete block on.
 
 
 @dataclass(frozen=True)
@@ -513,8 +491,7 @@ class Overlap:
     def read_before_update(self, pages: int, *, buffers: int) -> float:
         """Return the share of the `pages` on drives that page buffers have read when the update begins.
 
-        They are read during the last backward, while no drive is busy. The page after them is read when the first of
-        them has been written, so it and all others arrive by the time of `buffers - 1` pages earlier.
+        They are read while the last backward leaves the drives idle. All later pages arrive `buffers - 1` earlier.
         """
         share = (buffers - 1) / pages if pages > buffers else 1.0
         needed, backward = self._longest("update", "drive"), self.found.seconds["backward"] or 0.0
@@ -524,8 +501,8 @@ class Overlap:
     def ahead(self, early: EarlyPages) -> tuple[float, float, float]:
         """Return the seconds of the update that are done during the last backward, and those that this saves.
 
-        Shared resources, such as a CPU that computes the model, make the backward longer, and copying may save less
-        than 0. Return also the seconds before the first page is updated in which drives are not busy.
+        Shared resources make the backward longer, so it may save less than 0. Return also the seconds before the first
+        page is updated in which drives are not busy.
         """
         found, update, backward = self.found, self.found.seconds["update"], self.found.seconds["backward"]
         if not update or backward is None or not early.share:
@@ -551,10 +528,7 @@ class Overlap:
         return part * could, backward + part * could - both, first * idle
 
     def left_after(self, done: float, early: EarlyPages) -> Overlap:
-        """Return the rest of the update after the clipping factor is known, for which other than early pages wait.
-
-        `done`: its seconds that the backward has done. The forward waits for all units before the blocks.
-        """
+        """Return the rest of the update after the clipping factor is known; the backward has `done` seconds of it."""
         found, update = self.found, self.found.seconds["update"] or 0.0
         waits = {"drive": 0.0, "adamw_gpu": 1.0}  # share of a bound's work that waits; of others all but early pages
         of_update = [bound for bound in found.bounds if bound.phase == "update"]
@@ -576,16 +550,14 @@ class Overlap:
         return replace(self, found=after, parts=parts)
 
     def _longest(self, phase: str, kind: str) -> float:
-        """Return the longest bound of a kind in a phase, such as the busiest drive's; 0 without one."""
         bounds = [bound for bound in self.found.bounds if (bound.phase, bound.kind) == (phase, kind)]
         return max((bound.seconds or 0.0 for bound in bounds), default=0.0)
 
     def _resources(self, phase: str) -> dict[str, float]:
         """Return the seconds that a phase takes of each resource.
 
-        What a phase takes on top of its slowest bound (`Costs.on_top`) is the time of the cores if the CPU computes
-        the model: they add gradients and copy weights. Waits for other ranks count as such too. The cores also lose
-        computation to the transfers of drives.
+        What it takes on top of its slowest bound (`Costs.on_top`) is the time of the cores if the CPU computes the
+        model, which also lose computation to the transfers of drives.
         """
         asked = defaultdict[str, float](float)
         bounds = [bound for bound in self.found.bounds if bound.phase == phase]

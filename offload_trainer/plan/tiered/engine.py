@@ -1,15 +1,14 @@
 """Planning for the tiered engine: check its settings, list the placements that they allow, and compute their cost.
 
-Candidates are ordered from the fastest to the one that needs the least memory: first everything on the GPU, then
-weights on the device, in RAM or on drives, and gradients likewise. Unless the shares are set, each candidate has as
-much of the optimizer state on the GPU as fits, then as much in RAM as fits, and the rest on drives.
+Unless the shares are set, each candidate has as much of the optimizer state on the GPU as fits, then as much in RAM as
+fits, and the rest on drives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import inf
 
 from offload_trainer.config import PlacementSection, TieredSection
@@ -54,8 +53,7 @@ from offload_trainer.units import format_bytes, format_count, format_seconds
 WORTH = 0.05  # share of a step that an alternative update schedule must save, since forecasts are inexact
 _FORWARD_WORTH = 0.02  # the same for `FORWARD` instead of `OFF`, which needs no memory and changes no bits
 
-# The update schedules. tiered.overlap: without overlap, with the next forward, and with the backward as well, which
-# needs two copies of the state.
+# The update schedules: without overlap, with the next forward, and with the backward too (two copies of the state).
 OFF, FORWARD, FULL = (f"tiered.overlap={how}" for how in ("off", "forward", "backward"))
 
 _LARGE = 64 * 10**9  # bytes of RAM
@@ -65,10 +63,9 @@ _GRADIENT = 4  # upper limit of bytes per element; gradients stay on the GPU if 
 def left_free(ram: int) -> int:
     """Return the bytes of RAM that stay free if the rest of the state is on drives: 5 %, and 2 % of what exceeds 64 GB.
 
-    This covers the plan's error, which comes from the process and its libraries. The state's bytes are exact, except
-    for the kernel's page tables (0.2 %).
+    They cover the plan's error, which comes from the process and its libraries; the state's bytes are exact.
     """
-    return ram // 20 if ram <= _LARGE else _LARGE // 20 + (ram - _LARGE) // 50
+    return min(ram, _LARGE) // 20 + max(0, ram - _LARGE) // 50
 
 
 @dataclass(frozen=True)
@@ -208,19 +205,17 @@ class Tiered:
         return [work, breadth_first] if machine.rates.matmul and all(copies) else [breadth_first, work]
 
     def _with_device_sums(self, one: TieredCandidate) -> TieredCandidate:
-        """Return the candidate with its shares, and gradients added on the GPU where that is no slower and fits.
+        """Return the candidate with its shares, and gradients of all units or of the blocks added on the GPU.
 
-        They are those of all units, or of the blocks. Of ways without known seconds, the one that writes least to
-        drives is taken.
+        They are added there if that fits and is no slower. Without a forecast, the way that writes least to drives is
+        taken.
         """
-        work, machine, counts = one.work, one.machine, {0}
+        work, machine, counts = one.work, one.machine, [0]
         is_added = one.sizes.gradients != TierKind.GPU and work.world == work.pipeline and work.accumulate > 1
         if is_added and work.breadth_first and machine.gpu is not None:
-            counts |= {
-                max((unit.trained for unit in one.units if unit.block >= only), default=0) for only in (False, True)
-            }
+            counts += [max((unit.trained for unit in one.units if unit.block >= only), default=0) for only in (0, 1)]
         room, fitting = work.here * (machine.gpu_bytes - gpu_reserve(machine)), list[TieredCandidate]()
-        for most in sorted(counts, reverse=True):
+        for most in sorted({*counts}, reverse=True):
             way = self._with_shares(replace(one, sizes=replace(one.sizes, device_sums=most)))
             if not most or sum(item.bytes for item in way.items if item.tier == GPU_NAME) <= room:
                 fitting.append(way)
@@ -240,14 +235,14 @@ class Tiered:
         Shares are multiples of 1/1000, or all that the other shares leave. What is left of RAM is shadow memory.
         """
         place, work, machine, sizes, ram = self.place, one.work, one.machine, one.sizes, one.machine.ram_bytes
-        room, tried = ram - left_free(ram), dict[tuple[TierSizes, bool], TieredCandidate]()
+        room = ram - left_free(ram)
 
-        def with_sizes(sizes: TierSizes) -> TieredCandidate:
-            made = replace(one, work=replace(work, keeps_heap=keeps_heap), sizes=sizes)
-            return tried.setdefault((sizes, keeps_heap), made)
+        @cache
+        def with_sizes(sizes: TierSizes, keeps_heap: bool) -> TieredCandidate:
+            return replace(one, work=replace(work, keeps_heap=keeps_heap), sizes=sizes)
 
         def needs(sizes: TierSizes, tier: str = RAM_NAME) -> int:
-            return sum(item.bytes for item in with_sizes(sizes).items if item.tier == tier)
+            return sum(item.bytes for item in with_sizes(sizes, keeps_heap).items if item.tier == tier)
 
         # malloc may keep freed memory in a run of one process on a CPU; a session's process also runs other code. For
         # long rows the arithmetic outweighs fresh pages (`mapped_from`).
@@ -282,31 +277,24 @@ class Tiered:
             whole = needs(replace(sizes, shadow_fraction=1.0)) - used
             share = min(1.0, max(0, room - used) / whole) if whole else 0.0
             sizes = replace(sizes, shadow_fraction=int(1000 * share) / 1000)
-        return with_sizes(sizes)
+        return with_sizes(sizes, keeps_heap)
 
     def _homes(self, work: Workload, machine: MachineProfile) -> list[tuple[Placement, TierKind]]:
-        """Return (placement, tier of gradient sums), from the fastest to the one that needs the least memory.
-
-        With several micro-batches, sums on the GPU are the fastest, since gradients are accumulated there.
-        """
+        """Return (placement, tier of gradient sums), from the fastest to the one that needs the least memory."""
         place, gpu, ram, drives = self.place, TierKind.GPU, TierKind.RAM, TierKind.DRIVES
-        params = [gpu, drives]  # without a GPU the device's memory is RAM already
-        if asked := kind_asked(place.params):
-            params = [asked]
-        elif machine.gpu is not None:
-            params = [gpu, ram, drives]
+        # Without a GPU the device's memory is RAM already.
+        params = [asked] if (asked := kind_asked(place.params)) else [gpu, *[ram] * (machine.gpu is not None), drives]
         open_shares = {place.optimizer, *place.shares.values()} == {"auto"}
         found: list[tuple[Placement, TierKind]] = []
         if machine.gpu is not None and not machine.no_state_on_gpu and params[0] == gpu and open_shares:
             found.append((Placement(gpu, gpu), gpu))
         for home in params:
-            placement = Placement(home, kind_asked(place.optimizer) or ram)
             homes = [ram, drives] if home == drives else [ram]
-            if machine.gpu is not None and work.accumulate > 1 and work.world == 1:
+            if machine.gpu is not None and work.accumulate > 1 and work.world == 1:  # sums there are the fastest
                 homes.insert(0, gpu)
-            if asked := kind_asked(place.gradients):
-                homes = [asked]
-            found += [(placement, one) for one in homes]
+            asked = kind_asked(place.gradients)
+            placement = Placement(home, kind_asked(place.optimizer) or ram)
+            found += [(placement, one) for one in ([asked] if asked else homes)]
         return [one for one in found if place.nvme or drives not in (one[0].params, one[1])]
 
 
@@ -387,11 +375,7 @@ class TieredCandidate:
         return [*tiered_items(self.work, self._laid_out, self.sizes, self.machine)]
 
     def costs(self) -> Costs:
-        """Return the time beside the model's computation: bytes moved, the update, ranks, and adding gradients.
-
-        Waits between ranks that no computation overlaps are on top of a phase's slowest bound. Those of unknown
-        duration are bounds, so that the phase is unknown.
-        """
+        """Return the time beside the model's computation: bytes moved, the update, ranks, and adding gradients."""
         work, machine, homes, sizes, gpu = self.work, self.machine, self._laid_out, self.sizes, self.machine.gpu
         traffic, by_parts = tiered_traffic(work, homes, sizes, machine), gathered_weights(work, homes, sizes)
         exchange = exchange_of(work, homes, by_parts=by_parts)
@@ -401,17 +385,15 @@ class TieredCandidate:
             from_ram, from_others = map(format_bytes, gathered)
             what = f"{from_ram} of weights to each device from RAM, {from_others} from other devices"
             bounds.append(Bound(phase, seconds_of(gathered, machine, ranks=work.here), what, "gpus"))
-        bounds += [wait for wait in waits if wait.seconds is None]
+        bounds += [wait for wait in waits if wait.seconds is None]  # makes the phase unknown
         on_top = dict.fromkeys(PHASES, 0.0)
         for wait in waits:
             on_top[wait.phase] += wait.seconds or 0.0
         if self.placement.params != TierKind.GPU and sizes.unit_buffers == 1:
             bounds += in_turn(work, machine, traffic)
         adding, memory, rates = 0.0, machine.rates.memory, machine.rates.sums
-        # Ranks that are not a pipeline exchange gradients instead.
-        alone = work.world == work.pipeline
-        added = added_bytes(work, homes, sizes, gpu=gpu is not None) if alone else {}
-        for measured, size in added.items():
+        alone = work.world == work.pipeline  # other ranks exchange gradients instead
+        for measured, size in added_bytes(work, homes, sizes, gpu=gpu is not None).items() if alone else ():
             keys = [sums_key(name, measured=measured) for name in kernels_of(work)]
             rate = next((rates[key] for key in keys if key in rates), memory)
             adding += size / rate.value if rate is not None else 0.0  # of adding gradients and measuring their sums
@@ -427,9 +409,8 @@ class TieredCandidate:
     def _updates(self) -> Iterator[Bound]:
         """Yield the bounds of the update kernels on GPU and CPU.
 
-        Rates were measured with AdamW and 16-bit gradients. Rules that move fewer bytes are assumed to be as fast.
-        The products of a rule on whole matrices come in addition. They do not overlap the transfers of pages without
-        matrices, since a unit's pages are updated one after the other.
+        Rates were measured with AdamW and 16-bit gradients. The products of a rule on whole matrices come in addition.
+        They do not overlap the transfers of pages without matrices, since a unit's pages are updated in turn.
         """
         work, machine, rates = self.work, self.machine, self.machine.rates.update
         on_gpu = self.sizes.gpu_fraction if machine.gpu is not None else 0.0
@@ -461,8 +442,8 @@ class TieredCandidate:
     def settled(self, found: Forecast) -> tuple[TierSizes, Forecast]:
         """Return the final sizes and forecast, after deciding whether the update overlaps other work.
 
-        `found` is without overlap. New weights may be ready before the state of their page has been written: not with
-        several ranks, which wait for both, nor on drives, where they are written after the state of earlier pages.
+        `found` is without overlap. New weights are ready before the state of their page has been written, except with
+        several ranks and on drives.
         """
         sizes, work, machine, gpu = self.sizes, self.work, self.machine, self.machine.gpu is not None
         # An update that overlaps has one core of a CPU that computes the model, also for products of matrices.

@@ -1,9 +1,7 @@
 """The tiered engine's memory on each tier, and the bytes that each phase of its step moves. Pure arithmetic.
 
-The engine allocates by `plan/tiered/layout.py`, so the bytes of pages, weights and gradients are exact. Each rank has
-a process, a device and buffers. State, weights and gradient sums in RAM and on drives exist once per node. Traffic is
-exact too: weights are fetched by the same ring buffers (`plan/tiered/weight_streaming.py`), and gradients are visited
-in the order of `offloading/gradients/collector.py`. A prefetch counts in the phase that uses it.
+Both are exact, since the engine lays out and fetches with the same functions. Each rank has a process, a device and
+buffers. State, weights and gradient sums in RAM and on drives exist once per node.
 """
 
 from collections import Counter
@@ -199,21 +197,18 @@ def _gradient_items(work: Workload, homes: TierMap, machine: MachineProfile) -> 
 
 
 def _trained_here(unit: Unit, work: Workload) -> int:
-    """Return the elements of a unit that the first node's ranks update; nodes differ by at most ALIGN."""
+    """Return the elements of a unit that the first node's ranks update."""
     return range_of_rank(unit, work.here - 1, ranks=work.world)[1]
 
 
 def _leaving(homes: TierMap, sizes: TierSizes) -> list[Unit]:
     """Return the units whose gradients leave the device one by one, as they are not added there."""
     placed = zip(homes.units, homes.gradients, strict=True)
-    return [unit for unit, at in placed if at != DEVICE and not sizes.adds_on_device(unit, at)]
+    return [unit for unit, home in placed if home != DEVICE and not sizes.adds_on_device(unit, home)]
 
 
 def _sums_on_device(work: Workload, homes: TierMap, sizes: TierSizes) -> tuple[int, ...]:
-    """Return the most bytes of sums that each rank of a pipeline has on the device while a backward adds them there.
-
-    A block's sums have left when the backward of the next but one begins. Modules outside the blocks count to a block.
-    """
+    """Return the most bytes of sums that each rank of a pipeline has on the device while a backward adds them there."""
     found = []
     for rank in range(work.pipeline):
         of_block = Counter[int]()
@@ -305,9 +300,9 @@ def _moved_by_update(work: Workload, homes: TierMap, groups: Sequence[PageGroup]
 
 
 def fetched(work: Workload, homes: TierMap, sizes: TierSizes, *, rank: int = 0) -> Counter[tuple[int, str]]:
-    """Return how often a rank fills a buffer with each unit in each phase of a step, by (unit, phase).
+    """Return how often a rank of a pipeline fills a buffer with each unit in each phase of a step, by (unit, phase).
 
-    `rank` is the one of a pipeline.
+    A prefetch counts in the phase that uses it.
     """
     units = homes.units
     forward, backward = orders(units, work.shape, checkpointing=work.checkpointed > 0)
@@ -323,10 +318,7 @@ def fetched(work: Workload, homes: TierMap, sizes: TierSizes, *, rank: int = 0) 
 
 
 def gathered_weights(work: Workload, homes: TierMap, sizes: TierSizes) -> dict[str, tuple[int, int]]:
-    """Return the bytes of weights that each device receives by all-gather, from RAM and from others, by phase.
-
-    It is empty if ranks copy whole units.
-    """
+    """Return the bytes of weights that each device receives by all-gather, from RAM and from others, by phase."""
     found: dict[str, tuple[int, int]] = {}
     for (unit, phase), times in fetched(work, homes, sizes).items() if sizes.by_parts else ():
         if homes.weights[unit] == RAM:
@@ -340,11 +332,8 @@ def gathered_weights(work: Workload, homes: TierMap, sizes: TierSizes) -> dict[s
 def added_bytes(work: Workload, homes: TierMap, sizes: TierSizes, *, gpu: bool) -> dict[bool, int]:
     """Return the bytes of host memory that adding gradients to sums in RAM and on drives reads and writes in a step.
 
-    Those of additions that also compute the norms of the new sums are under True, the others under False.
-
-    Each gradient reads and writes the sum, and is itself read. A CPU copies a weight's first one, which moves as much,
-    since it reads the memory that it overwrites into its caches. A GPU's first one needs no addition, and if it is the
-    only one, the GPU computes its norm.
+    Those of additions that also compute the norms of the new sums are under True, the others under False. A CPU copies
+    a weight's first gradient, which moves as much as an addition; a GPU's first one needs none.
     """
     count = sum(unit.trained for unit in _leaving(homes, sizes))
     added = work.item_bytes + 2 * work.gradient_bytes
@@ -353,17 +342,11 @@ def added_bytes(work: Workload, homes: TierMap, sizes: TierSizes, *, gpu: bool) 
 
 
 def _visits(units: Sequence[Unit], collected: set[int], order: Sequence[int], *, times: int) -> Counter[int]:
-    """Return how often each unit's gradient sums are written to a drive: once per visit in the backward's order.
-
-    Consecutive visits of the same unit count as one. `order` is repeated `times` times.
-    """
-    found: list[Counter[int]] = []
-    last: dict[bool, int] = {}
-    for _ in range(min(2, times)):
-        found.append(Counter())
+    """Return how often each unit's sums are written to a drive; consecutive visits of the same unit count as one."""
+    found, last = Counter[int](), dict[bool, int]()
+    for number in range(min(2, times)):  # all repetitions but the first are equal
         for unit in order:
             if unit in collected and last.get(units[unit].block) != unit:
-                found[-1][unit] += 1
+                found[unit] += times - 1 if number else 1
                 last[units[unit].block] = unit
-    again = found[-1]
-    return found[0] + Counter({unit: (times - 1) * visits for unit, visits in again.items()})
+    return found

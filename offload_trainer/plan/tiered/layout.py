@@ -1,12 +1,9 @@
 """Lay out a model for the tiered engine: units, the pages of their optimizer state, and the tier of each page.
 
-    ModelShape ──units_of──> Unit ... (what is fetched at a time)  ──pages_of──> Page ... (what is updated at a time)
-
-A unit is one of the model's repeated blocks, or a module outside the blocks. Its weights are concatenated, trainable
-ones first and matrices before vectors, so an element of the optimizer state has the same offset in its unit as its
-weight. A page is a range of one unit's trainable part. Every transfer starts and ends at a multiple of 4096 elements,
-which is a multiple of a drive's sector for every element size. With several ranks, each rank updates one range of every
-unit. The planner counts with these functions, and the engine allocates with them.
+A unit is fetched at a time: a block, or a module outside the blocks, with its trainable weights first and matrices
+before vectors. A page is updated at a time: a range of a unit's trainable part. Every transfer starts and ends at a
+multiple of 4096 elements, which are whole sectors of a drive. The planner counts with these functions, and the engine
+allocates with them.
 """
 
 from __future__ import annotations
@@ -67,11 +64,7 @@ class Unit:
         return any(place.weight.quantised for place in self.places)
 
     def stored_bytes(self, item_bytes: int) -> int:
-        """Return the bytes of the unit's weights as they are stored, with `item_bytes` for an element in use.
-
-        Stores, staging buffers and transfers have this size, a multiple of ALIGN elements. In use every element takes
-        `item_bytes`.
-        """
+        """Return the bytes of the unit's weights as they are stored; `item_bytes`: those of an element in use."""
         if not self.quantised:
             return item_bytes * self.elements
         return aligned(self.stored_weights(item_bytes)[-1].end, ALIGN * item_bytes)
@@ -92,10 +85,7 @@ class Unit:
         return tuple(found)
 
     def in_place(self, home: int) -> bool:
-        """Return whether the model uses the unit's weights where they are stored, if its home is `home`.
-
-        Others are fetched, or dequantised to the run's dtype, into a buffer of the device.
-        """
+        """Return whether the model uses the unit's weights in their home; others are copied or dequantised first."""
         return home == DEVICE and not self.quantised
 
     @property
@@ -108,7 +98,7 @@ class Unit:
 class Page:
     """Elements [start, start + elements) of a unit's trainable part, and the tier of their optimizer state.
 
-    The manifest of page files lists them as they are.
+    The manifest of page files lists pages as they are.
     """
 
     unit: Count
@@ -124,35 +114,24 @@ def units_of(shape: ModelShape, *, matrices: bool = False) -> tuple[Unit, ...]:
     `matrices`: the update rule works on whole matrices. They come first in a unit then, each at a multiple of ALIGN, so
     that pages and the ranges of ranks can end between any two.
     """
-    units: list[Unit] = []
+    units = list[Unit]()
     for name, weights in shape.by_unit().items():
-        places: list[Place] = []
-        cuts = [0]
-        end = trained = 0
-        whole = {weight.name for weight in weights if matrices and weight.matrix}
+        places, cuts, end, trained = list[Place](), [0], 0, 0
         for weight in sorted(
-            weights, key=lambda weight: (not weight.trainable, weight.name not in whole, not weight.decays)
+            weights, key=lambda one: (not one.trainable, not (matrices and one.matrix), not one.decays)
         ):
             if not weight.trainable:
                 end = max(end, aligned(trained))
-            places.append(Place(weight, end))
-            end = aligned(end + weight.numel, ALIGN if weight.name in whole else _WEIGHT_ALIGN)
-            if weight.name in whole and weight.matrix:  # its matrices' ends that are multiples of ALIGN, and its own
-                last, size = places[-1].start + weight.numel, prod(weight.matrix)
-                inner = range(places[-1].start + size, last, size)
-                cuts += [*(cut for cut in inner if cut % ALIGN == 0), aligned(last)]
+            start, matrix = end, weight.matrix if matrices else None
+            places.append(Place(weight, start))
+            end = aligned(start + weight.numel, ALIGN if matrix else _WEIGHT_ALIGN)
+            if matrix:  # its matrices' ends that are multiples of ALIGN, and its own
+                inner = range(start + prod(matrix), start + weight.numel, prod(matrix))
+                cuts += [*(cut for cut in inner if cut % ALIGN == 0), end]
             if weight.trainable:
                 trained = end
         units.append(
-            Unit(
-                index=len(units),
-                name=name,
-                block=weights[0].block,
-                places=tuple(places),
-                trained=aligned(trained),
-                elements=aligned(end),
-                cuts=tuple(cuts),
-            )
+            Unit(len(units), name, weights[0].block, tuple(places), aligned(trained), aligned(end), tuple(cuts))
         )
     return tuple(units)
 
@@ -173,7 +152,7 @@ def range_of_rank(unit: Unit, rank: int, *, ranks: int) -> tuple[int, int]:
 
 
 def _between_matrices(unit: Unit, element: int) -> int:
-    """Return the nearest position that is not inside a matrix that is updated as a whole."""
+    """Return the nearest position that is not inside a matrix."""
     if element >= unit.matrices:
         return element
     after = bisect_right(unit.cuts, element)
@@ -210,9 +189,8 @@ def pages_of(
     """Cut each rank's ranges into pages, assign them to tiers, and return them in element order.
 
     `shares` are pairs of a home and its share of the state; `speeds` divides the rest over the drives. With `ahead`,
-    pages on drives are updated during the backward. RAM then takes the pages whose gradients are computed last. Ranks
-    whose ranges have equal lengths and equal ends of matrices get the same pages relative to the start of each range,
-    so the assignment is computed once for them.
+    pages on drives are updated during the backward, and RAM takes the pages whose gradients are computed last. Ranks
+    whose ranges are cut alike get the same pages, relative to the start of each range.
     """
 
     @cache
@@ -222,15 +200,14 @@ def pages_of(
 
     found = list[tuple[Page, int]]()
     for rank in range(ranks):
-        stretches = [range_of_rank(unit, rank, ranks=ranks) for unit in units]
+        ranges = {unit.index: range_of_rank(unit, rank, ranks=ranks) for unit in units}
         cuts = tuple(  # the ends of the matrices in each range, and the range's end, counted from its start
             (*(cut - first for cut in unit.cuts if first < cut <= end), end - first)
-            for unit, (first, end) in zip(units, stretches, strict=True)
+            for unit, (first, end) in zip(units, ranges.values(), strict=True)
         )
-        begins = {unit.index: first for unit, (first, _) in zip(units, stretches, strict=True)}
         mine: Iterable[Page] = pages_of_range(cuts)
-        if any(begins.values()):
-            mine = (Page(one.unit, begins[one.unit] + one.start, one.elements, one.home, one.matrices) for one in mine)
+        if rank:
+            mine = (Page(it.unit, ranges[it.unit][0] + it.start, it.elements, it.home, it.matrices) for it in mine)
         found += [(page, rank) for page in mine]
     found.sort(key=lambda one: (one[0].unit, one[0].start))
     return CutPages(tuple(page for page, _ in found), tuple(rank for _, rank in found))
@@ -241,18 +218,15 @@ def _pages_of_rank(
 ) -> tuple[Page, ...]:
     """Assign a tier to each page: `shares` of all elements go to the tiers that they name, the rest to the drives.
 
-    The device holds the first units. All of them are whole except the last one, so that their gradients can stay there
-    and the next forward finds its first weights updated in place. RAM holds the first `last` units until its share is
-    used up. After that RAM and the drives alternate, so that updating pages in RAM hides the drives' transfers. All
-    shares are exact to ALIGN elements, rounded up; a page is cut where a share ends. A page of matrices is not: a share
-    of such pages may be smaller by less than one page. `speeds` has one number per drive. It may be empty if the shares
-    sum to 1.
+    The device holds the first units, so that their gradients stay there and the next forward finds them updated. RAM
+    holds the first `last` units until its share is used up. After that RAM and the drives alternate, so that updating
+    pages in RAM hides the drives' transfers. Shares are rounded up to ALIGN elements, and a page is cut where one ends.
+    A page of matrices is not: a share of such pages may be smaller by less than one page.
     """
     pages, waiting = list[Page](), deque(bare)
     left = total = sum(page.elements for page in bare)
 
     def fill(home: int, elements: int) -> int:
-        """Assign the first `elements` of the waiting pages to a tier; return how many were."""
         nonlocal left
         before = left
         while elements and (waiting[0].elements <= elements or not waiting[0].matrices):
@@ -288,10 +262,6 @@ def _pages_of_rank(
                 pages.append(_piece(page, first, end, home=home))
                 held[home] += end - first
     return tuple(pages)
-
-
-# -- where pages end: `_cut` and `_pages_of_rank` decide it, at any multiple of ALIGN, but not inside a matrix that is
-# updated as a whole. The same holds for the range of a rank (`range_of_rank`).
 
 
 def _cut(unit: Unit, cuts: Sequence[int], *, page: int) -> list[Page]:
@@ -342,10 +312,7 @@ class CutPages:
 
     @cached_property
     def groups(self) -> tuple[PageGroup, ...]:
-        """Return all pages in groups, in the order of each group's first page.
-
-        A plan may count millions of pages. They are grouped once for all placements that have them.
-        """
+        """Return all pages in groups, in the order of each group's first page; a plan may count millions of pages."""
         kinds = [
             (rank, page.unit, page.home, page.elements, page.matrices)
             for page, rank in zip(self.pages, self.owners, strict=True)
@@ -379,10 +346,9 @@ class TierMap:
 #     in use   [ trained weights | frozen weights, each from a multiple of 256 elements on ]       in the run's dtype
 #     stored   [ trained weights | codes, scales | elements | codes, scales | ... | padding ]      bytes
 #
-# A quantised weight is divided into blocks of consecutive elements. A code selects one of the format's numbers between
-# -1 and 1, and an element is that number times the largest absolute value of its block, the scale. Weights are rounded
-# to bf16 before they are quantised. Scales are then bf16 numbers, so 2 bytes store them exactly, and the stored bytes
-# do not depend on the run's dtype. `offloading/weights/placed.py` computes codes and values with bitsandbytes.
+# A code selects one of the format's numbers between -1 and 1, and an element is that number times the largest absolute
+# value of its block of consecutive elements, the scale. Weights are rounded to bf16 before they are quantised, so 2
+# bytes store a scale exactly. `offloading/weights/placed.py` computes codes and values with bitsandbytes.
 
 SCALE_BYTES = 2  # bf16
 PIECE = 1 << 20  # elements that are quantised at a time, and on a CPU dequantised at a time

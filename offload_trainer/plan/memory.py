@@ -1,12 +1,6 @@
 """Memory that every engine needs, item by item: process, CUDA context, activations, block inputs, checkpoints.
 
-The peak of activations is taken over the points in time that `ModelShape` counts for each part of the model:
-
-    embedding | block 0 | block 1 | ... | norm | head, chunk by chunk      then backwards
-
-Each point counts what earlier parts have saved for the backward, and what its own part needs. Adding up each part's
-maximum would count tensors that never exist at the same time. docs/benchmarks/predictions.md compares these numbers
-with measurements. Pure arithmetic.
+docs/benchmarks/predictions.md compares these numbers with measurements. Pure arithmetic.
 """
 
 import math
@@ -61,10 +55,7 @@ def process_items(machine: MachineProfile, *, here: int = 1, what: str = "torch 
 def activation_items(
     work: Workload, machine: MachineProfile, *, kept: Sequence[Item] = (), gradients: bool, waiting: int, tied_sum: int
 ) -> Iterator[Item]:
-    """Yield the activations at the peak of a micro-batch (`peak_of`), and the libraries' memory.
-
-    `kept` are items for the blocks' inputs, if the engine offloads them.
-    """
+    """Yield the activations at the peak of a micro-batch, with `kept`, the offloaded block inputs, and libraries."""
     shape, world, gpu, device = work.shape, work.here, machine.gpu is not None, partial(Item, machine.device)
     counted = shape.on_gpu if gpu else shape.on_cpu
     pieces = loss_pieces(shape.vocabulary, chunk=work.loss_chunk, gpu=gpu)
@@ -100,10 +91,7 @@ def activation_items(
 
 
 def saved_items(work: Workload, *, output: str) -> list[Item]:
-    """Return the item for checkpoints on the output's drive, or for the export if the run makes no checkpoints.
-
-    One checkpoint more than are kept is counted, since an old one is deleted only after the new one is complete.
-    """
+    """Return the item for checkpoints on the output's drive, or for the export if the run makes no checkpoints."""
     if work.checkpoints is None:
         return []
     if work.checkpoints == 0:
@@ -120,8 +108,7 @@ def checkpoint_bytes(work: Workload) -> int:
     return int(work.state.mean_bytes(work.shape) * work.shape.trainable) + work.item_bytes * frozen
 
 
-# -- the block inputs that activation checkpointing keeps in RAM. The engine allocates with these numbers
-# (`offloading/model.py`).
+# -- the block inputs that activation checkpointing keeps; `offloading/model.py` allocates by these numbers
 
 _GENERATORS = 5056 + 16  # bytes of the states of a CPU's and a GPU's generator
 INPUTS_UNDER_WAY = 2  # inputs on the device that are being copied out or back
@@ -161,10 +148,9 @@ _LARGE, _LARGE_OF_LONG_ROWS = 10 << 20, 1 << 20
 def mapped_from(row: int) -> int:
     """Return glibc's mmap threshold in bytes for rows of `row` tokens; `storage/host_memory.py` sets it on CPUs.
 
-    glibc maps allocations of this size and more separately and returns them to the system when they are freed. By
-    default it raises the threshold up to 32 MiB as such blocks are freed, and smaller blocks leave a fragmented heap.
-    Autograd's tensors are in that range. Below the threshold their memory is reused, because fresh pages cost more time
-    than the arithmetic on them. For long rows the arithmetic (attention alone) outweighs fresh pages from 1 MiB on.
+    glibc maps allocations of this size and more separately and returns them to the system when they are freed. Smaller
+    ones are reused, which saves fresh pages but leaves a fragmented heap. For long rows the arithmetic (attention
+    alone) outweighs fresh pages from 1 MiB on.
     """
     return _LARGE_OF_LONG_ROWS if row >= LONG else _LARGE
 
@@ -172,24 +158,16 @@ def mapped_from(row: int) -> int:
 def heap_holes(work: Workload, items: Sequence[Item]) -> int:
     """Return the bytes of holes to expect in a heap that keeps freed memory (`storage/host_memory.py`).
 
-    They are half of the activations, and twice the largest weight's gradient, at most `_HOLES`. Eleven runs of GPT-2
-    (39 to 354 M parameters, 128 and 1,024 tokens, glibc 2.36) needed 140 to 490 MB more than `items`, their plan
-    without this. With it, plans of later runs were at most 5 % too high, and 4 to 9 % for 354 M parameters and 1,024
-    tokens without recomputation.
+    Eleven runs of GPT-2 (39 to 354 M parameters, 128 and 1,024 tokens, glibc 2.36) needed 140 to 490 MB more than
+    `items`, their plan without this. With it, plans of later runs were at most 9 % too high.
     """
     activations = sum(item.bytes for item in items if item.name in ACTIVATIONS)
     return activations // 2 + min(_HOLES, 2 * work.item_bytes * work.shape.largest)
 
 
 def heap_limit(items: Sequence[Item]) -> int:
-    """Return the private memory from which on a heap that keeps freed memory is trimmed: the plan's, and 2 % more.
-
-    The libraries' code is not private.
-    """
+    """Return the private memory from which on a heap that keeps freed memory is trimmed: the plan's, and 2 % more."""
     return sum(item.bytes for item in items if item.tier == RAM_NAME and item.name != "libraries") * 51 // 50
-
-
-# -- the peak of activations ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -217,16 +195,15 @@ def peak_of(
 ) -> Peak:
     """Return the peak of a micro-batch on the device, in bytes and without weights.
 
+    Each moment that `counted` has for a part of the model counts with what earlier parts have saved for the backward.
     Breadth-first, each micro-batch has its masks and block inputs there. While one is in a block, each of the others
     also has the block's output or that output's gradient; its input too, in a forward that has offloaded it.
-
     A `rank` of a pipeline has its own blocks, and if it is not the first one also what the paused forwards pass to the
     first block. Outputs leave for other ranks at once, and come from them one by one.
 
     `inputs_here`: inputs of checkpointed blocks stay on the device. `gradients`: count weight gradients from their
     computation until the engine takes them. `waiting`: bytes of a tied head's gradient of one micro-batch, which waits
-    for the embedding's. `tied_sum`: bytes of the sum of both, if one parameter serves both uses: autograd adds to a new
-    tensor. A run of the tiered engine has a parameter for each use, and adds in place.
+    for the embedding's. `tied_sum`: bytes of the sum of both, if autograd adds them to a new tensor.
     """
     rows, length, chunk, micro_batches = work.micro_batch, work.seq_len, work.loss_chunk, work.side_by_side
     checkpointed = len(counted.blocks) if work.checkpointed == work.shape.layers else work.checkpointed
@@ -297,10 +274,8 @@ def divided(counted: Activations, tensor: int) -> Activations:
     return replace(counted, kinds=tuple(inside))
 
 
-# -- the parts of a model that only images pass through
-#
-# A plan is made before it sees an image, and architectures differ in their image inputs, so these parts are not run on
-# meta tensors. Their memory is estimated from the widths of their matrix products, for a number of patches in each row.
+# -- the parts of a model that only images pass through: architectures differ in their image inputs, so these parts are
+# not run on meta tensors, but estimated from the widths of their products, for a number of patches in each row
 
 # At the peak of its backward, the largest block needs this share of what it keeps in addition, as in `estimated`.
 _MORE_IN_BACKWARD = 0.3
@@ -325,9 +300,8 @@ def with_rate(shape: ModelShape, seq_len: int) -> ModelShape:
 def image_part(work: Workload) -> Part:
     """Return the memory of the parts for images, and of the images' features among the embeddings of a row.
 
-    Nothing is kept before the first trained weight. From there on a block keeps its input if it is checkpointed, and
-    otherwise `KEPT` times the inputs and outputs of its products, as in `estimated`. Every patch attends to all patches
-    of its row. Moments include what is kept.
+    From the first trained weight on a block keeps its input if it is checkpointed, and otherwise `KEPT` times the
+    inputs and outputs of its products, as in `estimated`. Moments include what is kept.
     """
     shape, images, e = work.shape, work.shape.images, work.item_bytes
     assert images is not None

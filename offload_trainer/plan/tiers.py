@@ -1,7 +1,4 @@
-"""Tiers: the names and numbers of the places for weights, gradients, optimizer state and block inputs.
-
-What goes where is decided in plan/tiered/layout.py and the engines' plans; machine/ probes and measures.
-"""
+"""Tiers: the names and numbers of the places for weights, gradients, optimizer state and block inputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

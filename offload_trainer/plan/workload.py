@@ -1,7 +1,4 @@
-"""One optimizer step as the planner sees it: the model's counts, batch sizes, dtypes and ranks.
-
-This module does not depend on the configuration classes, so neither does the arithmetic of a plan.
-"""
+"""One optimizer step as the planner sees it, without configuration classes: model, batch sizes, dtypes and ranks."""
 
 from dataclasses import dataclass
 
@@ -63,10 +60,7 @@ class Workload:
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """Return the rank of a pipeline that computes each block, and last that of the head and the loss.
-
-        The first block's also computes what precedes it, and a head that is tied to the embedding.
-        """
+        """Return the rank of a pipeline that computes each block, and last that of the head (a tied one: the first)."""
         tied = any(weight.trainable and weight.uses > 1 for weight in self.shape.weights)
         ranks = [number % self.pipeline for number in range(len(self.shape.blocks) + 1)]
         return (*ranks[:-1], 0 if tied else ranks[-1])

@@ -1,24 +1,13 @@
-"""The specification that the tiered engine is built from: shares of state per tier, and buffer counts and sizes.
-
-The engine allocates with these functions, and the planner counts with them. Pure arithmetic.
-"""
+"""The specification that the tiered engine is built from and its plan counts: shares of state per tier, and buffers."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Literal
 
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.tiered.layout import (
-    CutPages,
-    Page,
-    TierMap,
-    Unit,
-    first_block,
-    pages_of,
-    units_of,
-)
+from offload_trainer.plan.tiered.layout import CutPages, Page, TierMap, Unit, first_block, pages_of, units_of
 from offload_trainer.plan.tiered.state_formats import StateFormat
 from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, RAM, Placement, TierKind, on_drive
 from offload_trainer.plan.workload import Workload
@@ -49,13 +38,10 @@ class TierSizes:
     places: int = 1  # copies of each page of state on a drive (tiered.state_copies)
     by_parts: bool = False  # the ranks of a node fetch weights in RAM as shards and all-gather them
     shadow_fraction: float = 0.0  # largest share of the blocks' state in RAM that has shadow memory, if `ahead`
-    device_sums: int = 0  # elements; see `adds_on_device`
+    device_sums: int = 0  # elements; the device adds gradients of units with at most as many, which then leave it once
 
     def adds_on_device(self, unit: Unit, home: int) -> bool:
-        """Return whether the device adds a unit's gradients of all micro-batches, whose sums then leave it once.
-
-        These are units with at most `device_sums` elements; `home` is that of the sums.
-        """
+        """Return whether the device adds a unit's gradients of all micro-batches; `home` is that of the sums."""
         return home != DEVICE and 0 < unit.trained <= self.device_sums
 
     @property
@@ -79,19 +65,16 @@ class Layouts:
     def homes(self, placement: Placement, sizes: TierSizes, *, node: int = 0) -> TierMap:
         """Return the tiers of pages, weights and gradients on node `node`; every node has all weights.
 
-        `placement.params` and `sizes.gradients` apply to all units that are not small. Gradient sums of small units are
-        on the device if all sums are, and in RAM otherwise. Gradient sums of units whose state is entirely on the
-        device stay there.
+        `placement.params` and `sizes.gradients` apply to all units that are not small. Gradient sums of units whose
+        state is entirely on the device stay there.
 
-        Shadow memory, of at most `sizes.shadow_fraction` of the state in RAM, holds the old bytes of a page that is
-        updated during the backward. What the backward cannot update is left to the next forward, and hides best there
-        if no block has more of it than others. So the pages are spread evenly, for each rank. Units before the blocks
-        have none: their gradients come last, when the step is decided.
+        Pages with shadow memory are spread evenly over the blocks, for each rank: what the backward cannot update is
+        left to the next forward, and hides best there if no block has more of it than others. Gradients of units before
+        the blocks come last, when the step is decided, so they have none.
         """
         units, speeds, ahead = self.units, sizes.speeds, sizes.ahead
         cut = self._pages(page=sizes.page, shares=tuple(sizes.shares.items()), speeds=speeds, ahead=ahead)
-        drive: dict[int, int] = {}  # drive of each unit's weights and gradients, shared out by `speeds`
-        held = [0.0] * len(speeds)
+        drive, held = dict[int, int](), [0.0] * len(speeds)  # of each unit's weights and gradients, shared by `speeds`
         for unit in (unit for unit in units if speeds and not unit.small):
             size = unit.stored_bytes(item_bytes=2)
             after = [(here + size) / speed for here, speed in zip(held, speeds, strict=True)]
@@ -140,12 +123,8 @@ def exchange_bytes(units: Sequence[Unit], *, item_bytes: int) -> int:
 
 
 def gradient_ring(work: Workload, homes: TierMap, sizes: TierSizes, *, gpu: bool) -> int:
-    """Return the bytes of the staging ring for gradients on their way to sums in host memory or on drives.
-
-    A CPU adds gradients directly to sums in RAM. The first gradient of a weight from a GPU, or the sum from there, is
-    copied into a sum in RAM with the same dtype, and needs no staging.
-    """
-    staged = work.added > 1 and gpu  # sums in RAM
+    """Return the bytes of the staging ring for gradients on their way to sums in host memory or on drives."""
+    staged = work.added > 1 and gpu  # a CPU adds directly to sums in RAM, and a GPU's only gradient is copied there
     size = work.item_bytes * sum(
         unit.trained
         for unit, home in zip(homes.units, homes.gradients, strict=True)
@@ -154,11 +133,9 @@ def gradient_ring(work: Workload, homes: TierMap, sizes: TierSizes, *, gpu: bool
     return max(_LEAST_RING, min(_RING_OF_GPU if gpu else _RING_OF_CPU, size))
 
 
-# -- the parts of a page that pass through staging buffers during the update, and the buffers' sizes
-#
-#     state on a drive      ──> buffer in host memory ──CPU──> back, with gradients and new weights that are not in RAM
-#     state in RAM          ──CPU──> in place
-#     state on the device   ──device──> in place; a device buffer stages gradients and new weights that are not there
+# -- the parts of a page that pass through staging buffers during the update, and the buffers' sizes. State on a drive
+# passes through host memory; state in RAM and on the device is updated in place. Gradients and new weights that are
+# not there are staged too.
 
 Part = Literal["state", "gradient", "weights"]
 
@@ -179,10 +156,7 @@ class Route:
 
 
 def route_of(number: int, page: Page, homes: TierMap, *, is_gpu: bool) -> Route:
-    """Return the route of a page of this node.
-
-    `is_gpu`: the device has separate memory, so the CPU cannot write weights there directly.
-    """
+    """Return the route of a page of this node; `is_gpu`: the CPU cannot write the device's memory directly."""
     parts: dict[Part, int] = {"gradient": homes.gradients[page.unit], "weights": homes.weights[page.unit]}
     if page.home == DEVICE:
         host = frozenset(part for part, home in parts.items() if on_drive(home))
@@ -201,12 +175,10 @@ def slot_bytes(
 
     `gradient` and `weight` are bytes per element.
     """
-    sizes: dict[Part, Callable[[Page], int]] = {
-        "state": format.page_bytes,
-        "gradient": lambda page: gradient * page.elements,
-        "weights": lambda page: weight * page.elements,
-    }
-    staged = [(route.page, route.through_device if on_device else route.through_host) for route in routes]
-    return {
-        part: max((size(page) for page, parts in staged if part in parts), default=0) for part, size in sizes.items()
-    }
+    sizes: dict[Part, int] = {"state": 0, "gradient": 0, "weights": 0}
+    for route in routes:
+        page, each = route.page, {"gradient": gradient, "weights": weight}
+        for part in route.through_device if on_device else route.through_host:
+            size = each[part] * page.elements if part in each else format.page_bytes(page)
+            sizes[part] = max(sizes[part], size)
+    return sizes

@@ -1,9 +1,5 @@
 """Storage formats of optimizer state: the fields that a page has for each update rule and dtype, and their bytes.
 
-    AdamW   master, exp_avg, exp_avg_sq        a field as   fp32   4 bytes
-    Muon    master, exp_avg for its matrices,               bf16   2 bytes, rounded stochastically
-            as AdamW for all other weights    a moment as   8bit   1 byte, and a scale of fp32 for each 256
-
 A page stores its fields one after the other, each padded to whole sectors. `optim/moments.py` reads and writes them.
 """
 
@@ -15,8 +11,6 @@ from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT, Page, aligned
 
 _BYTES = {"fp32": 4, "bf16": 2, "uint8": 1}
-
-
 MASTER, EXP_AVG, EXP_AVG_SQ = KINDS = ("master", "exp_avg", "exp_avg_sq")  # tensors that a rule keeps for each weight
 MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 
@@ -113,7 +107,7 @@ class StateFormat:
 
     @cached_property
     def fields(self) -> dict[str, Field]:
-        """Return a page's fields by name, in storage order."""
+        """Return a page's fields by name, in storage order; pages of Muon's matrices have an empty exp_avg_sq."""
         fields = {MASTER: Field(self.masters.dtype)}
         for moment in MOMENTS:
             fields[moment] = Field(self.moments.dtype, for_matrices=moment == EXP_AVG or not self.rule.matrices)

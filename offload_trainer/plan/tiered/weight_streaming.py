@@ -1,16 +1,8 @@
 """Streaming of weights to the device: their order of use, the device buffers, and copies or all-gathers.
 
-    orders    the units that a forward and a backward use, in order: recorded by a run on meta tensors
-              (`model/activations.py`), or the order of registration
-    Rings     device buffers, one ring for blocks and one for other modules. The least recently used unit is evicted,
-              and the next units are prefetched while the current one computes
-    direct    each of a node's n GPUs copies the T bytes of a unit from RAM: T / A seconds
-    gather    each copies T / n and receives the other shards in an all-gather: T / n / A + (n - 1) / n T / G seconds
-
-A is the bytes/s into each GPU while all of them copy; G the bytes/s that each GPU receives in an all-gather. `bench`
-measures both between ranks. Without a measurement, A is one GPU's rate, or the memory's rate divided by n if that is
-less, and G is the rate of the links between GPUs. Without such links `gather` is not chosen. A unit's copy and its
-all-gather do not overlap. The engine fetches by these rules, and the planner counts with them. Pure bookkeeping.
+The engine fetches by these rules, and the planner counts with them. There is one ring of buffers for blocks and one for
+other modules. With several GPUs, each copies a whole unit from RAM, or a shard and receives the others in an
+all-gather. Pure bookkeeping.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -69,10 +61,7 @@ class Rings:
         self.slots[number].unit, self.slots[number].used = None, 0
 
     def room_for(self, unit: int, keep: Collection[int] = ()) -> int | None:
-        """Return the buffer to fetch the unit into: the least recently used of the smallest that are large enough.
-
-        Buffers of units in `keep` are not considered.
-        """
+        """Return the buffer for the unit, but not one of `keep`: the least recently used of the smallest that fit."""
         wanted = self._units[unit]
         fitting = [
             number
@@ -82,11 +71,10 @@ class Rings:
         return min(fitting, key=lambda number: (self.slots[number].size, self.slots[number].used), default=None)
 
     def ahead(self, current: int | None, following: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """Yield (unit, buffer) for each unit of `following` that should be prefetched now.
+        """Yield (unit, buffer) for each unit of `following`, in the order of their use, that should be prefetched now.
 
-        `following` lists units in the order of their use. The caller must `put` each one before it asks for the next.
-        Each ring keeps as many buffers free as one module uses at a time; if nothing is in use (`current` is None), all
-        may be filled.
+        The caller must `put` each one before it asks for the next. Each ring keeps as many buffers free as one module
+        uses at a time; if nothing is in use (`current` is None), all may be filled.
         """
         keep: set[int] = set() if current is None else {current}
         left = {}
@@ -117,10 +105,7 @@ def slot_sizes(units: Sequence[Unit], *, blocks: int, of_blocks: bool) -> list[i
 
 
 def packed_bytes(units: Sequence[Unit], homes: Sequence[int], *, of_blocks: bool, item_bytes: int) -> int:
-    """Return the bytes of the second buffer that each buffer of one kind has, for weights that are fetched quantised.
-
-    Quantised weights that are on the device are dequantised from where they are stored, and need none.
-    """
+    """Return the bytes of the second buffer that each buffer of one kind has for weights fetched as quantised."""
     fetched = [unit for unit, home in zip(units, homes, strict=True) if unit.quantised and home != DEVICE]
     return max((unit.stored_bytes(item_bytes) for unit in fetched if unit.block == of_blocks), default=0)
 
@@ -128,9 +113,8 @@ def packed_bytes(units: Sequence[Unit], homes: Sequence[int], *, of_blocks: bool
 def fetches(units: Sequence[Unit], order: Sequence[int], *, blocks: int, times: int = 1) -> list[tuple[int, int]]:
     """Return (unit, position of its use) for each fetch while `order` is executed `times` times, from empty buffers.
 
-    `order` lists unit indices by use; units that are not in `units` are resident and need no fetch. When a repetition
-    starts with buffers in a state that an earlier one started with, the fetches repeat from there and are not simulated
-    again.
+    `order` lists unit indices by use; units that are not in `units` are resident and need no fetch. When buffers are in
+    a state in which an earlier repetition began, the fetches repeat from there.
     """
     rings, indices = Rings(units, blocks=blocks), {unit.index for unit in units}
     needed = [(place, unit) for place, unit in enumerate(order) if unit in indices]
@@ -138,13 +122,10 @@ def fetches(units: Sequence[Unit], order: Sequence[int], *, blocks: int, times: 
     following = [unit for _, unit in needed] * (1 + -(-far // max(1, len(needed))))
     coming = set[int]()  # fetched, and not used yet
 
-    def bring(unit: int, number: int) -> None:
-        rings.put(unit, number)
-        coming.add(unit)
-
     def look_ahead(current: int | None, done: int) -> None:
         for unit, number in rings.ahead(current, following[done : done + far]):
-            bring(unit, number)
+            rings.put(unit, number)
+            coming.add(unit)
 
     look_ahead(None, 0)
     found, before = list[list[tuple[int, int]]](), dict[object, int]()
@@ -160,7 +141,8 @@ def fetches(units: Sequence[Unit], order: Sequence[int], *, blocks: int, times: 
             if rings.slot_of(unit) is None:
                 room = rings.room_for(unit)
                 assert room is not None
-                bring(unit, room)
+                rings.put(unit, room)
+                coming.add(unit)
             if unit in coming:
                 coming.remove(unit)
                 found[-1].append((unit, place))
@@ -178,16 +160,13 @@ def even_part(elements: int, *, ranks: int) -> int:
 
 
 def transfer_bytes(size: int, *, item_bytes: int, ranks: int) -> tuple[int, int]:
-    """Return the bytes of a unit of `size` bytes that one GPU receives from RAM, and from the other GPUs.
-
-    `ranks`: the number that gather the unit; 1: each copies all of it.
-    """
+    """Return the bytes that each of `ranks` that gather a unit of `size` bytes gets from RAM, and from the others."""
     others = (ranks - 1) * item_bytes * even_part(size // item_bytes, ranks=ranks)
     return size - others, others
 
 
 def at_once(machine: MachineProfile, *, ranks: int) -> MachineProfile:
-    """Return the machine with the copy rates of one GPU while all `ranks` GPUs copy."""
+    """Return the machine with the copy rates of one GPU while all `ranks` GPUs copy: as measured, or by memory."""
     rates, links = machine.rates, machine.links
     if machine.gpu is None or ranks == 1:
         return machine
@@ -212,8 +191,7 @@ def at_once(machine: MachineProfile, *, ranks: int) -> MachineProfile:
 def seconds_of(moved: tuple[int, int], machine: MachineProfile, *, ranks: int) -> float | None:
     """Return the seconds of a copy from RAM followed by the all-gather, or None if a rate is unknown.
 
-    `moved`: from `transfer_bytes`. `machine` has rates from `at_once`. On CPUs both steps are copies in memory, which
-    reads and writes each byte.
+    `moved`: from `transfer_bytes`. `machine` has rates from `at_once`. On CPUs both are copies in memory.
     """
     into, joined = machine.rates.to_device, machine.links.all_gather or machine.links.between_gpus
     if machine.gpu is None:
@@ -248,7 +226,7 @@ def orders(units: Sequence[Unit], shape: ModelShape, *, checkpointing: bool) -> 
     """Return unit indices in the order of use by a forward and by a backward.
 
     With `checkpointing` of any block, frozen blocks with nothing trained before them have a backward too, because
-    transformers makes the first checkpointed block's input require a gradient (`activation_checkpointing_enable`).
+    transformers makes the first checkpointed block's input require a gradient.
     """
     order, index = shape.order or _registered(units), {unit.name: unit.index for unit in units}
     forward, backward = ([index[name] for name in names] for names in (order.forward, order.backward))
@@ -264,8 +242,8 @@ def breadth_first(
 ) -> tuple[list[int], list[int]]:
     """Return the order of use if `times` micro-batches pass through each block before the next.
 
-    Each of them uses the modules before the blocks, and then the first block, before the next one begins. The modules
-    behind the blocks belong to the backward: each micro-batch computes its loss and its gradient before the next does.
+    Each uses the modules before the blocks and the first block before the next one begins, and in the backward the
+    modules behind the blocks.
     """
 
     def cut(order: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
@@ -282,19 +260,13 @@ def breadth_first(
 
 
 def as_gradients_come(units: Sequence[Unit], shape: ModelShape) -> list[int]:
-    """Return unit indices in the order in which a backward completes their gradients.
-
-    A unit that runs several times, such as a tied embedding, completes them where it runs first.
-    """
+    """Return unit indices in the order in which a backward completes their gradients: where a unit runs first."""
     forward, _ = orders(units, shape, checkpointing=False)
     return list(dict.fromkeys(forward))[::-1]
 
 
 def block_numbers(units: Sequence[Unit], shape: ModelShape) -> dict[int, int]:
-    """Return each unit's block, or the one that it precedes, by number and in the order of `as_gradients_come`.
-
-    What follows the last block has the number after its.
-    """
+    """Return the number of the block that each unit is or precedes, in the order of `as_gradients_come`."""
     found, number = dict[int, int](), len(shape.blocks)
     for unit in as_gradients_come(units, shape):
         number = shape.blocks.index(units[unit].name) if units[unit].block else number

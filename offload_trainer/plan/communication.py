@@ -134,16 +134,12 @@ class Collective:
 
     phase: str
     bytes: float  # total bytes each way through each GPU
-    count: int  # number of collectives
     group: int  # ranks per group
     stride: int  # rank distance between neighbours of a group
     hides: bool = False  # it overlaps the phase's products
 
     def network(self, here: int) -> float:
-        """Return the bytes each way through the network of a node with `here` ranks.
-
-        A ring that spans nodes enters and leaves each node once. A node is crossed by `stride` rings.
-        """
+        """Return the bytes each way through the network of a node with `here` ranks, which `stride` rings cross."""
         return self.bytes * min(self.stride, here) if self.group * self.stride > here else 0.0
 
 
@@ -161,14 +157,11 @@ def zero_collectives(
         return
     size, micro, stride = (alike - 1) / alike * work.item_bytes, work.accumulate, work.tensor
     for phase, count in gathered.items():
-        if phase == "update":
-            yield Collective(phase, size * count, 1, alike, stride)
-        else:
-            yield Collective(phase, micro * size * count, micro, alike, stride, hides=True)
-    times = 1 if stage == 1 else micro
-    yield Collective("backward", times * size * trained, times, alike, stride, hides=True)
+        hides = phase != "update"
+        yield Collective(phase, (micro if hides else 1) * size * count, alike, stride, hides)
+    yield Collective("backward", (1 if stage == 1 else micro) * size * trained, alike, stride, hides=True)
     if stage < 3:
-        yield Collective("update", size * trained, 1, alike, stride)
+        yield Collective("update", size * trained, alike, stride)
 
 
 def tensor_collectives(work: Workload) -> Iterator[Collective]:
@@ -183,15 +176,11 @@ def tensor_collectives(work: Workload) -> Iterator[Collective]:
     again, blocks = int(work.checkpointed > 0), work.accumulate * work.shape.layers
     each = 2 * (work.tensor - 1) / work.tensor * work.item_bytes * work.micro_batch * work.seq_len * work.shape.hidden
     for phase, count in (("forward", 2), ("backward", column_products(work.shape) + again)):
-        yield Collective(phase, blocks * count * each, blocks * count, work.tensor, 1)
+        yield Collective(phase, blocks * count * each, work.tensor, 1)
 
 
 def link_seconds(one: Collective, machine: MachineProfile, *, here: int) -> float | None:
-    """Return the seconds of a collective, or None if a rate is unknown.
-
-    Transfers within a node and between nodes overlap. Within a node this uses the machine's rate between GPUs, else
-    the benchmark's rate of collectives, else copies through host memory.
-    """
+    """Return the seconds of a collective, or None if a rate is unknown. Transfers within and between nodes overlap."""
     inside = machine.links.between_gpus or machine.links.all_gather or machine.rates.both_ways
     ways = (one.bytes * (here > 1), inside), (one.network(here), machine.links.network)
     if any(size and rate is None for size, rate in ways):
@@ -215,9 +204,6 @@ def zero_bounds(moved: Iterable[Collective], machine: MachineProfile, *, here: i
             yield from _over_network((one.read, one.written), machine, phase=one.phase)
         else:
             yield _between_gpus(one.read, machine, phase=one.phase, what="gathered and scattered by each GPU")
-
-
-# -- what a rank of a group has ---------------------------------------------------------------------------------------
 
 
 def refusal(shape: ModelShape, *, tensor: int) -> str:

@@ -179,7 +179,7 @@ def test_bytes_through_a_nodes_network_equal_simulated_messages(here: int) -> No
             if group * apart > world:
                 continue
             gpu, network = simulated(group, apart, here=here, world=world)
-            flow = Collective("forward", gpu, 1, group, apart)
+            flow = Collective("forward", gpu, group, apart)
             assert flow.network(here) == pytest.approx(network), (group, apart)
 
 

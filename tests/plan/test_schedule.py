@@ -7,7 +7,7 @@ from transformers import get_scheduler
 from offload_trainer.config import OptimSection
 from offload_trainer.run.loop import learning_rate
 
-SHAPES = ["cosine", "linear", "constant", "wsd"]
+DECAY = [0.85, 0.7, 0.55, 0.4, 0.25, 0.1]
 
 
 def rates(steps: int, **settings) -> list[float]:
@@ -19,16 +19,13 @@ def rates(steps: int, **settings) -> list[float]:
     ("settings", "expected"),
     [
         # Four warm-up steps add a quarter each, then six steps fall to 0.1.
-        ({"schedule": "linear", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1]),
+        ({"schedule": "linear", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, *DECAY]),
         # cos of 30, 60, 90, 120, 150 degrees: 0.8660, 0.5, 0, -0.5, -0.8660; 0.1 + 0.45 * (1 + cos).
         ({"schedule": "cosine", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1, 0.939711, 0.775, 0.55, 0.325, 0.160289, 0.1]),
         ({"schedule": "constant", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]),
         ({"schedule": "wsd", "warmup_steps": 4, "decay_steps": 3}, [0.325, 0.55, 0.775, 1, 1, 1, 1, 0.7, 0.4, 0.1]),
         # The decay is longer than the steps after the warm-up, so it takes all of them, still from the peak.
-        (
-            {"schedule": "wsd", "warmup_steps": 4, "decay_steps": 9},
-            [0.325, 0.55, 0.775, 1, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1],
-        ),
+        ({"schedule": "wsd", "warmup_steps": 4, "decay_steps": 9}, [0.325, 0.55, 0.775, 1, *DECAY]),
         ({"schedule": "wsd", "warmup_steps": 0, "decay_steps": 0}, [1] * 10),
         ({"schedule": "linear", "warmup_steps": 0}, [1 - 0.1 * step for step in range(10)]),
         ({"schedule": "linear", "warmup_steps": 10}, [(step + 1) / 10 for step in range(10)]),
@@ -47,7 +44,7 @@ def test_auto_warmup_is_two_percent_and_auto_decay_twenty():
     assert rates(2, schedule="wsd") == [1, pytest.approx(0.1)]  # a fifth of 2 is no step, but one decays all the same
 
 
-@pytest.mark.parametrize("schedule", SHAPES)
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
 def test_short_runs_and_steps_beyond_the_end(schedule):
     section = OptimSection(schedule=schedule)
     end = learning_rate(49, section, steps=50)
@@ -56,39 +53,32 @@ def test_short_runs_and_steps_beyond_the_end(schedule):
     assert rates(1, schedule=schedule, warmup_steps=1) == [1.0]  # one step of warm-up alone is the peak
 
 
-def of_transformers(kind: str, *, warmup: int, steps: int, late: int = 0, **more) -> list[float]:
-    """Return the rates of a scheduler that starts `late` steps late, as after steps that overflowed."""
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3e-4)
-    scheduler = get_scheduler(kind, optimizer, warmup, steps, scheduler_specific_kwargs=more)
-    found = []
-    for step in range(steps):
-        found.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        if step >= late:
-            scheduler.step()
-    return found
-
-
-LINEAR = {"num_decay_steps": 20, "decay_type": "linear"}
-SCHEDULES = {  # name in transformers, ours, and transformers' other words
-    "linear": ("linear", {"schedule": "linear"}, {}),
-    "cosine": ("cosine", {"schedule": "cosine"}, {}),
-    "constant": ("constant_with_warmup", {"schedule": "constant"}, {}),
-    "cosine to a tenth": ("cosine_with_min_lr", {"schedule": "cosine", "final_lr_ratio": 0.1}, {"min_lr_rate": 0.1}),
-    "wsd": ("warmup_stable_decay", {"schedule": "wsd", "decay_steps": 20}, LINEAR),
-    "wsd to a fifth": (
-        "warmup_stable_decay",
-        {"schedule": "wsd", "decay_steps": 20, "final_lr_ratio": 0.2},
-        LINEAR | {"min_lr_ratio": 0.2},
-    ),
-}
+WSD = {"num_decay_steps": 20, "decay_type": "linear"}
 
 
 @pytest.mark.parametrize("late", [0, 3])
 @pytest.mark.parametrize("warmup", [0, 1, 7])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_delay_gives_transformers_rates(name, warmup, late):
-    kind, settings, more = SCHEDULES[name]
-    theirs = of_transformers(kind, warmup=warmup, steps=50, late=late, **more)
-    settings = {"final_lr_ratio": 0.0, "warmup_steps": warmup, "schedule_delay": 1 + late} | settings
-    assert rates(50, lr=3e-4, **settings) == pytest.approx(theirs, rel=1e-9, abs=1e-18)
+@pytest.mark.parametrize(
+    ("kind", "more", "schedule", "final"),
+    [
+        ("linear", {}, "linear", 0.0),
+        ("cosine", {}, "cosine", 0.0),
+        ("constant_with_warmup", {}, "constant", 0.0),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}, "cosine", 0.1),
+        ("warmup_stable_decay", WSD, "wsd", 0.0),
+        ("warmup_stable_decay", WSD | {"min_lr_ratio": 0.2}, "wsd", 0.2),
+    ],
+)
+def test_a_delay_gives_transformers_rates(kind, more, schedule, final, warmup, late):
+    """Their scheduler starts `late` steps late, as after steps that overflowed."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3e-4)
+    scheduler = get_scheduler(kind, optimizer, warmup, 50, scheduler_specific_kwargs=more)
+    theirs = []
+    for step in range(50):
+        theirs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if step >= late:
+            scheduler.step()
+    settings = {"final_lr_ratio": final, "warmup_steps": warmup, "schedule_delay": 1 + late, "decay_steps": 20}
+    ours = rates(50, lr=3e-4, schedule=schedule, **settings)
+    assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-18)

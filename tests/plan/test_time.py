@@ -1,6 +1,4 @@
-"""Tests of a plan's seconds and traffic, against hand computation for simple machines and a real walk through the
-buffers.
-"""
+"""Tests of a plan's seconds and traffic, against hand computation for simple machines."""
 
 from dataclasses import replace
 
@@ -10,7 +8,6 @@ from sample_plans import GB, SHAPES, least_ram, machine, rate, timed, wish
 from offload_trainer.plan.machine import layer_key
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.step_time import UPDATE_START
-from offload_trainer.plan.tiered.spec import TierSizes
 
 
 def test_the_update_waits_for_the_slower_of_drive_and_cpu() -> None:
@@ -39,32 +36,28 @@ def test_the_rest_of_one_direction_runs_at_its_own_speed() -> None:
 
 def test_computation_is_lost_to_drives_that_work_at_the_same_time() -> None:
     """Forward and backward on a CPU take longer; of the update only what overlaps them would. A GPU loses nothing."""
-    words, shape = ("--params", "nvme", "--ram-fraction", "0", "tiered.overlap=off"), SHAPES["gpt2"]
-    here = timed(matmul=1e11)
-    rates = here.drives[0].rates
-    assert rates
-    slowed = replace(here, drives=(replace(here.drives[0], rates=replace(rates, computation_lost=rate(2e9))),))
-    plan = make_plan(wish(*words), shape, here)
-    before, after = plan.forecast.seconds, make_plan(wish(*words), shape, slowed).forecast.seconds
+    words, here = ("--params", "nvme", "--ram-fraction", "0"), timed(matmul=1e11)
+    rates = replace(here.drives[0].rates, computation_lost=rate(2e9))
+    slowed = replace(here, drives=(replace(here.drives[0], rates=rates),))
+    plan, other, *overlapped = (
+        make_plan(wish(*words, f"tiered.overlap={how}"), SHAPES["gpt2"], one)
+        for how in ("off", "forward")
+        for one in (here, slowed)
+    )
+    before, after = plan.forecast.seconds, other.forecast.seconds
     for phase in ("forward", "backward"):
         (moved,) = [one for one in plan.traffic if one.phase == phase and one.place == "/ssd"]
         assert moved.read > 100e6
-        assert after[phase] == pytest.approx((before[phase] or 0.0) + (moved.read + moved.written) / 2e9)
+        assert after[phase] == pytest.approx(before[phase] + (moved.read + moved.written) / 2e9)
     assert after["update"] == before["update"]
-    overlapped = [make_plan(wish(*words[:-1], "tiered.overlap=forward"), shape, one) for one in (here, slowed)]
-    longer = (overlapped[1].forecast.step or 0.0) - (overlapped[0].forecast.step or 0.0)
-    without = sum((after[phase] or 0.0) - (before[phase] or 0.0) for phase in ("forward", "backward"))
-    assert longer > 2 * without
+    without = sum(after[phase] - before[phase] for phase in ("forward", "backward"))
+    assert overlapped[1].forecast.step - overlapped[0].forecast.step > 2 * without
 
 
 def test_compute_counts_the_recomputation() -> None:
-    """Checkpointing repeats the blocks, and a loss in more than one chunk repeats the head.
-
-    A CPU also copies each 16-bit gradient to its sum, whose memory is read before it is overwritten.
-    """
-    shape, memory = SHAPES["gpt2"], timed().rates.memory
-    assert memory
-    copying = (2 + 2 * 2) * shape.trainable / memory.value
+    """Checkpointing repeats the blocks, and a loss in more than one chunk repeats the head."""
+    shape = SHAPES["gpt2"]
+    copying = (2 + 2 * 2) * shape.trainable / timed().rates.memory.value  # of each gradient to its sum
     forward = {"blocks": shape.block_flops(seq_len=1024), "head": shape.head_flops()}
     assert forward["head"] == 2 * 50304 * 768
     for checkpointed, chunk, again in (
@@ -80,9 +73,7 @@ def test_compute_counts_the_recomputation() -> None:
 
 
 def test_work_other_than_products_takes_its_own_time() -> None:
-    """Attention, elementwise operations, the loss, weights from memory and the embedding's gradients have their own
-    rates; a checkpointed backward repeats the blocks' forward.
-    """
+    """Attention, elementwise operations, the loss, weights and the embedding's gradients have their own rates."""
     rates = {"attention": (1e9, 2e9), "values": (3e6, 4e6), "loss": (5e6, 6e6), "weights": (7e6, 8e6)}
     rates["tables"] = (0.0, 9e6)
     here = timed()
@@ -122,9 +113,7 @@ def test_two_directories_on_one_disk_share_its_speed() -> None:
 
 
 def test_the_fastest_that_fits_is_chosen_and_the_others_say_why() -> None:
-    """All state in RAM with weights on a fast drive is faster than weights in RAM with half of the state on the drive,
-    which `auto` would take first.
-    """
+    """All state in RAM with weights on a fast drive is faster than weights in RAM with half of the state there."""
     here = replace(timed(drive=20e9, mixed=10e9, matmul=1e10), gpu="V100", gpu_bytes=16 * GB, ram_bytes=19 * GB)
     known = replace(here.rates, to_device=rate(12e9), from_device=rate(12e9), both_ways=rate(10e9))
     words = ("--gpu-fraction", "0", "model.activation_checkpointing=on", "tiered.overlap=off")
@@ -171,10 +160,8 @@ def test_the_gpu_updates_its_share_while_the_cpu_updates_the_rest() -> None:
     assert narrow == pytest.approx(whole * (2 * (4 + 2 + 8 / 256) + 4) / 28)
     (sums,) = seconds("--gpu-fraction", "1", "--accumulate", "2")
     assert sums == pytest.approx(whole * 30 / 28)
-    untimed = make_plan(
-        wish("--gpu-fraction", "1"), shape, replace(here, rates=replace(here.rates, update=rates.update))
-    )
-    assert untimed.forecast.seconds["update"] is None
+    untimed = replace(here, rates=replace(here.rates, update=rates.update))
+    assert make_plan(wish("--gpu-fraction", "1"), shape, untimed).forecast.seconds["update"] is None
 
 
 @pytest.mark.parametrize(("matmul", "added"), [(1e12, False), (1e18, True)])
@@ -187,31 +174,25 @@ def test_gradients_are_added_on_the_gpu_unless_state_there_saves_more(matmul: fl
     words = ("--params", "cpu", "--accumulate", "8", "--micro-batch", "1", "tiered.overlap=off")
     words += ("placement.gradients=cpu", "tiered.micro_batch_order=breadth_first")
     found = make_plan(wish(*words), SHAPES["gpt2-10b"], here)
-    assert isinstance(found.sizes, TierSizes)
     assert (found.sizes.device_sums > 0) == added
     assert found.sizes.gpu_fraction > 0
 
 
-def test_traffic_adds_up_with_the_seconds_and_the_endurance() -> None:
-    here = timed()
-    drive = replace(here.drives[0], endurance_bytes=1200 * 10**12)
-    plan = make_plan(wish("--ram-fraction", "0"), SHAPES["gpt2"], replace(here, drives=(drive,)))
+def test_traffic_adds_up_with_the_endurance() -> None:
+    drive = replace(timed().drives[0], endurance_bytes=1200 * 10**12)
+    plan = make_plan(wish("--ram-fraction", "0"), SHAPES["gpt2"], replace(timed(), drives=(drive,)))
     written = sum(moved.written for moved in plan.traffic if moved.place == "/ssd")
     assert written == pytest.approx(12 * SHAPES["gpt2"].trainable, rel=0.001)
     assert any("rated endurance of 1.2 PB" in note for note in plan.notes)
 
 
 def test_drives_share_the_state_by_their_measured_speeds() -> None:
-    here = timed()
-    quick = here.drives[0]
-    slow = replace(quick, directory="/ssd2", rates=replace(quick.rates, mixed_read=rate(1e8), mixed_write=rate(1e8)))
-    two = replace(here, drives=(quick, slow))
-
-    untimed = replace(here, drives=(machine().drives[0], replace(machine().drives[0], directory="/ssd2")))
-    for where, speeds in ((two, (1e9, 2e8)), (untimed, (1, 1))):
-        found = make_plan(wish("--nvme", "/ssd2", "--ram-fraction", "0"), SHAPES["gpt2"], where).sizes
-        assert isinstance(found, TierSizes)
-        assert found.speeds == speeds
+    (quick,), (untimed,) = timed().drives, machine().drives
+    slow = replace(quick.rates, mixed_read=rate(1e8), mixed_write=rate(1e8))
+    for drive, rates, speeds in ((quick, slow, (1e9, 2e8)), (untimed, None, (1, 1))):
+        two = replace(timed(), drives=(drive, replace(drive, directory="/ssd2", rates=rates)))
+        plan = make_plan(wish("--nvme", "/ssd2", "--ram-fraction", "0"), SHAPES["gpt2"], two)
+        assert plan.sizes.speeds == speeds
 
 
 def test_the_update_uses_the_rate_of_its_moment_format() -> None:

@@ -1,6 +1,4 @@
-"""Tests of the number of weight buffers that a plan chooses, and of units too large for the device: they are refused
-and named with their size.
-"""
+"""Tests of the number of weight buffers that a plan chooses, and of units too large for the device."""
 
 from __future__ import annotations
 
@@ -71,9 +69,6 @@ def test_one_buffer_prefetches_nothing() -> None:
     assert seconds[1]["turns"] == pytest.approx(seconds[1]["compute"] + seconds[1]["device"])
 
 
-# -- a unit too large for the device is named with its size ------------------------------------------------------------
-
-
 # BLOCKS has blocks of 12 x 8192^2 weights, 1.6 GB in bf16; WORDS has an embedding of 2 GB over small blocks.
 BLOCKS = gpt2_shape(PRESETS["gpt2"] | {"n_embd": 8192, "n_head": 64, "n_layer": 3})
 WORDS = gpt2_shape(PRESETS["gpt2"] | {"vocab_size": 10**6, "n_embd": 1024, "n_layer": 3})
@@ -87,7 +82,6 @@ def test_a_unit_that_fits_nowhere_is_named_with_its_bytes() -> None:
         size = sum(2 * weight.numel for weight in shape.weights if weight.unit == name.split()[-1])
         plan = plan_of(2, shape)
         assert not plan.fits
-        # Half of the GPU is CUDA's own memory and the reserve.
         told = (
             f"{name} alone has {format_bytes(size)} of weights, a GPU has room for 1 GB, and it is fetched as a whole"
         )
@@ -96,8 +90,7 @@ def test_a_unit_that_fits_nowhere_is_named_with_its_bytes() -> None:
         with pytest.raises(UserError, match=f"gpu needs .*; {told}"):
             plan.refuse(force=False)
         assert (plan_of(24, shape).fits, plan_of(24, shape).too_large) == (True, "")
-    # lacks memory for something else
-    assert (plan_of(2.7, BLOCKS).fits, plan_of(2.7, BLOCKS).too_large) == (False, "")
+    assert (plan_of(2.7, BLOCKS).fits, plan_of(2.7, BLOCKS).too_large) == (False, "")  # something else is too large
     # With fewer buffers the bytes that are lacking are the fewest.
     plan = planned(510 * 10**6, *BLOCKS_ARE_LARGEST)
     assert (plan.fits, plan.sizes.unit_buffers) == (False, 1)

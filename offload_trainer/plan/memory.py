@@ -142,7 +142,6 @@ def input_items(work: Workload, machine: MachineProfile) -> Iterator[Item]:
 
 
 LONG = 8192  # tokens in a row from which on the lower threshold applies
-_LARGE, _LARGE_OF_LONG_ROWS = 10 << 20, 1 << 20
 
 
 def mapped_from(row: int) -> int:
@@ -152,7 +151,7 @@ def mapped_from(row: int) -> int:
     ones are reused, which saves fresh pages but leaves a fragmented heap. For long rows the arithmetic (attention
     alone) outweighs fresh pages from 1 MiB on.
     """
-    return _LARGE_OF_LONG_ROWS if row >= LONG else _LARGE
+    return (1 if row >= LONG else 10) << 20
 
 
 def heap_holes(work: Workload, items: Sequence[Item]) -> int:
@@ -215,36 +214,33 @@ def peak_of(
         return growth.at(rows, length)
 
     hidden = now(counted.hidden)
-    parts = [counted.kinds[kind] for kind in counted.blocks]
     seen = now(counted.images.kept) if counted.images else 0  # stays until the backward of the parts for images
     beside = micro_batches * (now(counted.before) - hidden + seen)
     alike = others = (micro_batches - 1) * hidden
-    own = [number for number in range(len(parts)) if work.pipeline == 1 or work.owners[number] == rank]
+    own = [number for number in range(len(counted.blocks)) if work.pipeline == 1 or work.owners[number] == rank]
     has_head = work.owners[-1] == rank
-    if work.pipeline > 1 and not work.inputs_away and not (has_head and own[-1:] == [len(parts) - 1]):
+    if work.pipeline > 1 and not work.inputs_away and not (has_head and own[-1:] == [len(counted.blocks) - 1]):
         others = 0
     waiting *= has_head
+    waits = micro_batches * waiting
     # Memory kept by the blocks below each block, including its own input. If inputs are offloaded, only its own counts.
     below = [
         micro_batches * hidden * (place + 1 + (rank > 0)) if inputs_here else hidden
         for place in range(min(checkpointed, len(own)) + 1)
     ]
     for number in own[checkpointed:]:
-        below.append(below[-1] + now(parts[number].kept))
-    peaks: list[Peak] = []
-    forwards = {kind: most(counted.kinds[kind].forward) for kind in set(counted.blocks)}
-    backwards = {kind: most(counted.kinds[kind].backward) for kind in set(counted.blocks)}
+        below.append(below[-1] + now(counted.kinds[counted.blocks[number]].kept))
+    peaks, of_kind = list[Peak](), {kind: counted.kinds[kind] for kind in set(counted.blocks)}
+    ways = {kind: (most(part.forward), most(part.backward)) for kind, part in of_kind.items()}
     for kept, number in zip(below, own, strict=False):
-        kind = counted.blocks[number]
-        forward, backward = forwards[kind], backwards[kind] + micro_batches * waiting + others
+        forward, backward = ways[counted.blocks[number]]
         if number < checkpointed:  # the recomputed forward coexists with the gradient of the block's output
-            backward = max(backward, forward + hidden + micro_batches * waiting + others)
-        forward += others if inputs_here else 2 * others
+            backward = max(backward, forward + hidden)
+        forward, backward = forward + (others if inputs_here else 2 * others), backward + waits + others
         when = f"in the {'backward' if backward > forward else 'forward'} of block {number}"
         peaks.append(Peak(kept, beside + max(forward, backward), when))
-    top = below[-1] + (others - alike if inputs_here else 2 * others)
-    norm = counted.norm
-    rest = max(most(norm.forward), most(norm.backward) + micro_batches * waiting)
+    top, norm = below[-1] + (others - alike if inputs_here else 2 * others), counted.norm
+    rest = max(most(norm.forward), most(norm.backward) + waits)
     after = [Peak(top, beside + rest, "in the final norm")]
     # The head: one forward and backward, or one chunk at a time. During the backward of the last chunk, the hidden
     # states' gradients of all other chunks and the sum of the head's gradient are in memory. Autograd adds to that sum
@@ -258,9 +254,9 @@ def peak_of(
     after.append(Peak(top, beside + now(norm.kept) + head, f"in the loss of {min(chunk, tokens)} tokens"))
     peaks += after if has_head else []
     if counted.images:
-        rest = max(most(counted.images.forward), most(counted.images.backward)) + micro_batches * waiting
+        rest = max(most(counted.images.forward), most(counted.images.backward)) + waits
         peaks.append(Peak(0, beside + hidden - seen + rest + others, "in the parts for images"))
-    last = most(counted.embedding) + micro_batches * (waiting + seen) + alike + tied_sum
+    last = most(counted.embedding) + waits + micro_batches * seen + alike + tied_sum
     peaks += [Peak(0, last, "in the embedding's backward")] if rank == 0 else []
     return max(peaks, key=lambda peak: peak.bytes)
 
@@ -277,8 +273,7 @@ def divided(counted: Activations, tensor: int) -> Activations:
 # -- the parts of a model that only images pass through: architectures differ in their image inputs, so these parts are
 # not run on meta tensors, but estimated from the widths of their products, for a number of patches in each row
 
-# At the peak of its backward, the largest block needs this share of what it keeps in addition, as in `estimated`.
-_MORE_IN_BACKWARD = 0.3
+_MORE_IN_BACKWARD = 0.3  # at its peak, the largest block needs this share of what it keeps in addition (`estimated`)
 
 
 def with_rate(shape: ModelShape, seq_len: int) -> ModelShape:
@@ -289,11 +284,9 @@ def with_rate(shape: ModelShape, seq_len: int) -> ModelShape:
     rate = images.patches(seq_len) / seq_len
     change, inside = rate / images.rate, set(images.units)
     weights = tuple(replace(w, products=w.products * change) if w.unit in inside else w for w in shape.weights)
-    attention = tuple(
-        # Each patch attends to all patches of the row, and the planner multiplies by the tokens of a row.
-        round(width * change**2) if block in inside else width
-        for block, width in zip(shape.blocks, shape.attention, strict=False)
-    )
+    # Each patch attends to all patches of the row, and the planner multiplies by the tokens of a row.
+    of_blocks = zip(shape.blocks, shape.attention, strict=False)
+    attention = tuple(round(width * change**2) if block in inside else width for block, width in of_blocks)
     return replace(shape, weights=weights, attention=attention, images=replace(images, rate=rate))
 
 
@@ -347,8 +340,8 @@ def image_note(work: Workload) -> str:
     if not images.units:
         return "images: no part of this model is known to be for images alone, so they count as tokens of a row only"
     part = image_part(work)
-    kept = format_bytes(part.kept.at(work.micro_batch, work.seq_len))
-    most = format_bytes(max(moment.at(work.micro_batch, work.seq_len) for moment in (*part.forward, *part.backward)))
+    moments = [one.at(work.micro_batch, work.seq_len) for one in (part.kept, *part.forward, *part.backward)]
+    kept, most = format_bytes(moments[0]), format_bytes(max(moments[1:]))
     return (
         f"images: {images.patches(work.seq_len)} patches a row are counted, {images.why}; their activations "
         f"take {most} and keep {kept} until the backward, estimated from the widths of matrix products. "

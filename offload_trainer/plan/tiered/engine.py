@@ -6,6 +6,7 @@ fits, and the rest on drives.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -194,12 +195,11 @@ class Tiered:
     def _orders(self, work: Workload, machine: MachineProfile, params: TierKind) -> list[Workload]:
         """Return the step with its micro-batches depth-first, breadth-first or both, the preferred order first."""
         order, breadth_first = self.section.micro_batch_order, replace(work, breadth_first=True)
-        if work.pipeline == 1 and (order == "depth_first" or work.accumulate == 1 or why_not_breadth_first(work)):
+        is_depth_first = order == "depth_first" or (order == "auto" and params == TierKind.GPU)
+        if work.pipeline == 1 and (is_depth_first or work.accumulate == 1 or why_not_breadth_first(work)):
             return [work]
         if order == "breadth_first" or work.pipeline > 1:
             return [breadth_first]
-        if params == TierKind.GPU:
-            return [work]
         # Breadth-first needs more memory, so it must gain enough; where nothing was timed it is the better guess.
         copies = [drive.rates for drive in machine.drives] if params == TierKind.DRIVES else [machine.rates.to_device]
         return [work, breadth_first] if machine.rates.matmul and all(copies) else [breadth_first, work]
@@ -284,10 +284,9 @@ class Tiered:
         place, gpu, ram, drives = self.place, TierKind.GPU, TierKind.RAM, TierKind.DRIVES
         # Without a GPU the device's memory is RAM already.
         params = [asked] if (asked := kind_asked(place.params)) else [gpu, *[ram] * (machine.gpu is not None), drives]
-        open_shares = {place.optimizer, *place.shares.values()} == {"auto"}
-        found: list[tuple[Placement, TierKind]] = []
-        if machine.gpu is not None and not machine.no_state_on_gpu and params[0] == gpu and open_shares:
-            found.append((Placement(gpu, gpu), gpu))
+        all_there = machine.gpu is not None and not machine.no_state_on_gpu and params[0] == gpu
+        all_there = all_there and {place.optimizer, *place.shares.values()} == {"auto"}
+        found = [(Placement(gpu, gpu), gpu)] if all_there else []
         for home in params:
             homes = [ram, drives] if home == drives else [ram]
             if machine.gpu is not None and work.accumulate > 1 and work.world == 1:  # sums there are the fastest
@@ -300,15 +299,14 @@ class Tiered:
 
 def why_not_breadth_first(work: Workload) -> str:
     """Return why the micro-batches of a step cannot pass through the model block by block, or "" if they can."""
-    shape = work.shape
     reasons = {
         "in a session, other code runs the micro-batches": work.checkpoints is None,
         f"{work.world} ranks: it is for one rank": work.world > 1 and work.pipeline == 1,
-        "not all blocks are checkpointed (model.activation_checkpointing=on)": work.checkpointed < shape.layers,
-        "the model's head and body run together, on whole micro-batches": shape.whole_logits,
-        shape.no_chain: bool(shape.no_chain),
+        "not all blocks are checkpointed (model.activation_checkpointing=on)": work.checkpointed < work.shape.layers,
+        "the model's head and body run together, on whole micro-batches": work.shape.whole_logits,
+        work.shape.no_chain: True,
     }
-    return next((reason for reason, here in reasons.items() if here), "")
+    return next(reason for reason, here in reasons.items() if here)
 
 
 def why_no_pipeline(work: Workload) -> str:
@@ -322,7 +320,7 @@ def why_no_pipeline(work: Workload) -> str:
         "models with parts for images": bool(shape.images),
         why_not_breadth_first(work): True,
     }
-    found = next((reason for reason, here in reasons.items() if here), "")
+    found = next(reason for reason, here in reasons.items() if here)
     return f"{found}; leave it out" if found and ranks > 1 else ""
 
 
@@ -353,11 +351,10 @@ class TieredCandidate:
         sizes, names = self.sizes, tier_names(self.machine)
         shown = sizes.gradients != TierKind.RAM and sizes.gpu_fraction < 1
         gradients = f", gradients {sizes.gradients}" if shown else ""
-        shares = dict[str, float]()
+        shares = defaultdict[str, float](float)
         for home, share in sizes.shares.items():
-            title = "RAM" if names[home] == RAM_NAME else names[home]
-            shares[title] = shares.get(title, 0.0) + share
-        shares |= {TierKind.DRIVES: sizes.on_drives}
+            shares["RAM" if names[home] == RAM_NAME else names[home]] += share
+        shares[TierKind.DRIVES] = sizes.on_drives
         *parts, (last, _) = [(title, share) for title, share in shares.items() if share > 0]
         state = ", ".join([*(f"{share:.1%} {title}" for title, share in parts), f"rest {last}" if parts else last])
         inputs = f", block inputs {TierKind.RAM}" if self.work.inputs_away else ""

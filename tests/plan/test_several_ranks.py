@@ -186,34 +186,27 @@ def test_zero_3_gathers_once_what_stays_for_the_backward() -> None:
 
 
 def test_rates_timed_between_ranks_count_if_no_links_are_described() -> None:
-    flow = next(zero_collectives(work(), stage=2, trained=10**9, gathered={}))
-    assert link_seconds(flow, here(all_gather=rate(2e9)), here=8) == flow.bytes / 2e9
-    assert link_seconds(flow, here(between_gpus=rate(1e11), all_gather=rate(2e9)), here=8) == flow.bytes / 1e11
-    assert link_seconds(flow, here(), here=8) == flow.bytes / 1e10
+    flow, timed = Collective("backward", 1e12, 8, 1), {"all_gather": rate(2e9)}
+    for links, speed in ((timed, 2e9), (timed | {"between_gpus": rate(1e11)}, 1e11), ({}, 1e10)):
+        assert link_seconds(flow, here(**links), here=8) == 1e12 / speed
 
 
 def test_models_that_cannot_be_divided_are_named() -> None:
-    def told(*, tensor: int, **changed: object) -> str:
-        return refusal(replace(SHAPE, **changed), tensor=tensor)  # type: ignore[arg-type]
-
-    assert told(tensor=8) == ""
-    assert told(tensor=32) == "16 attention heads are not a multiple of 32"
-    assert told(tensor=8, key_heads=4) == "4 key-value heads are not a multiple of 8"
+    assert refusal(SHAPE, tensor=8) == ""
+    assert refusal(SHAPE, tensor=32) == "16 attention heads are not a multiple of 32"
+    assert refusal(replace(SHAPE, key_heads=4), tensor=8) == "4 key-value heads are not a multiple of 8"
     experts = Weight("h.0.experts", (4, 8, 8), unit="h.0", block=True)
-    assert "experts" in told(tensor=2, weights=(*SHAPE.weights, experts))
-
-
-def test_modes_are_those_that_an_engine_runs() -> None:
-    """Every name and setting is of one mode, and the configuration accepts every setting."""
-    for world in (2, 4, 6, 8, 16):
-        found = list(modes(world))
-        assert len({name for name, *_ in found}) == len({words for _, words, _ in found}) == len(found)
-        for _, words, _ in found:
-            wish(*words.split())
+    assert "experts" in refusal(replace(SHAPE, weights=(*SHAPE.weights, experts)), tensor=2)
 
 
 def test_rows_of_the_table_are_plans() -> None:
-    """Each mode has its plan's JSON; refused modes are named with their reason."""
+    """Each mode has its plan's JSON; refused modes are named with their reason.
+
+    Every name and setting is of one mode, and the configuration accepts every setting.
+    """
+    for world in (2, 4, 6, 8, 16):
+        names, settings, _ = zip(*modes(world), strict=True)
+        assert len({*names}) == len({*settings}) == len([wish(*words.split()) for words in settings])
     fast = here(between_gpus=rate(1e11), network=rate(1e10))
     model = ("--model", "gpt2-medium", "--gpus", "8")
     found, text, best = compare_modes(wish(*model, "--micro-batch", "1", "--accumulate", "16"), fast, None)
@@ -232,9 +225,13 @@ def test_rows_of_the_table_are_plans() -> None:
     assert stage_2["words"] == "--engine deepspeed deepspeed.zero_stage=2"
     micro = stage_2["chosen"]["micro_batch"]
     words = (*stage_2["words"].split(), "--micro-batch", str(micro), "--accumulate", str(16 // micro))
-    plan = make_plan(wish(*model, *words), SHAPE, fast, world=8)
-    for key, value in json.loads(json.dumps(plan.to_json())).items():
-        assert json.loads(json.dumps(stage_2[key])) == value, key
+    plan = json.loads(json.dumps(make_plan(wish(*model, *words), SHAPE, fast, world=8).to_json()))
+    assert json.loads(json.dumps({key: stage_2[key] for key in plan})) == plan
+    one_row = ("--model", "gpt2-medium", "--gpus", "4", "parallel.pipeline=4", "--micro-batch", "1")
+    found, *_ = compare_modes(wish(*one_row), here(), None)
+    assert {row["name"] for row in found["modes"]} == {"tiered, 4 ranks, pipeline"}
+    reasons = {row["mode"]: row["reason"] for row in found["refused"]}
+    assert reasons["tiered, 4 ranks"] == "1 rows a step are not a multiple of 4 data-parallel ranks"
 
 
 def test_pipelines_are_compared_with_more_micro_batches_of_the_same_rows() -> None:
@@ -245,14 +242,6 @@ def test_pipelines_are_compared_with_more_micro_batches_of_the_same_rows() -> No
         counts = {one.gradient_accumulation_steps for one in tried}
         assert counts >= {min(rows, times * 4) for times in (1, 2)} | {rows}, rows
         assert 16 in counts or rows < 64
-
-
-def test_modes_that_need_a_row_for_each_rank_are_refused_with_the_reason() -> None:
-    words = ("--model", "gpt2-medium", "--gpus", "4", "parallel.pipeline=4", "--micro-batch", "1")
-    found, *_ = compare_modes(wish(*words), here(), None)
-    assert {row["name"] for row in found["modes"]} == {"tiered, 4 ranks, pipeline"}
-    reasons = {row["mode"]: row["reason"] for row in found["refused"]}
-    assert reasons["tiered, 4 ranks"] == "1 rows a step are not a multiple of 4 data-parallel ranks"
 
 
 # -- how several GPUs receive weights from RAM ------------------------------------------------------------------------

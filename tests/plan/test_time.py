@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from sample_plans import GB, SHAPES, least_ram, machine, rate, timed, wish
 
-from offload_trainer.plan.machine import layer_key
+from offload_trainer.plan.machine import DriveFacts, layer_key
+from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.step_time import UPDATE_START
 
@@ -102,16 +103,6 @@ def test_work_other_than_products_takes_its_own_time() -> None:
     assert without.forecast.seconds["forward"] == pytest.approx(products, rel=1e-3)
 
 
-def test_two_directories_on_one_disk_share_its_speed() -> None:
-    config = wish("--nvme", "/ssd2", "--ram-fraction", "0")
-    here = timed()
-    one = replace(here.drives[0], disk="nvme0n1")
-    shared = replace(here, drives=(one, replace(one, directory="/ssd2")))
-    apart = replace(here, drives=(one, replace(one, directory="/ssd2", disk="nvme1n1")))
-    seconds = [make_plan(config, SHAPES["gpt2"], where).forecast.seconds["update"] for where in (shared, apart)]
-    assert seconds[0] == pytest.approx(2 * seconds[1], rel=0.02)
-
-
 def test_the_fastest_that_fits_is_chosen_and_the_others_say_why() -> None:
     """All state in RAM with weights on a fast drive is faster than weights in RAM with half of the state there."""
     here = replace(timed(drive=20e9, mixed=10e9, matmul=1e10), gpu="V100", gpu_bytes=16 * GB, ram_bytes=19 * GB)
@@ -178,21 +169,23 @@ def test_gradients_are_added_on_the_gpu_unless_state_there_saves_more(matmul: fl
     assert found.sizes.gpu_fraction > 0
 
 
-def test_traffic_adds_up_with_the_endurance() -> None:
-    drive = replace(timed().drives[0], endurance_bytes=1200 * 10**12)
-    plan = make_plan(wish("--ram-fraction", "0"), SHAPES["gpt2"], replace(timed(), drives=(drive,)))
-    written = sum(moved.written for moved in plan.traffic if moved.place == "/ssd")
-    assert written == pytest.approx(12 * SHAPES["gpt2"].trainable, rel=0.001)
-    assert any("rated endurance of 1.2 PB" in note for note in plan.notes)
+def test_drives_share_the_state_by_their_measured_speeds_and_a_disk_its_speed() -> None:
+    """Two directories on one disk share its speed. Traffic adds up with the rated endurance."""
 
+    def plan_of(*drives: DriveFacts, words: str = "--nvme /ssd2") -> Plan:
+        return make_plan(wish("--ram-fraction", "0", *words.split()), SHAPES["gpt2"], replace(timed(), drives=drives))
 
-def test_drives_share_the_state_by_their_measured_speeds() -> None:
     (quick,), (untimed,) = timed().drives, machine().drives
     slow = replace(quick.rates, mixed_read=rate(1e8), mixed_write=rate(1e8))
     for drive, rates, speeds in ((quick, slow, (1e9, 2e8)), (untimed, None, (1, 1))):
-        two = replace(timed(), drives=(drive, replace(drive, directory="/ssd2", rates=rates)))
-        plan = make_plan(wish("--nvme", "/ssd2", "--ram-fraction", "0"), SHAPES["gpt2"], two)
-        assert plan.sizes.speeds == speeds
+        assert plan_of(drive, replace(drive, directory="/ssd2", rates=rates)).sizes.speeds == speeds
+    one = replace(quick, disk="nvme0n1")
+    shared, apart = (plan_of(one, replace(one, directory="/ssd2", disk=f"nvme{n}n1")) for n in (0, 1))
+    assert shared.forecast.seconds["update"] == pytest.approx(2 * apart.forecast.seconds["update"], rel=0.02)
+    plan = plan_of(replace(quick, endurance_bytes=1200 * 10**12), words="")
+    written = sum(moved.written for moved in plan.traffic if moved.place == "/ssd")
+    assert written == pytest.approx(12 * SHAPES["gpt2"].trainable, rel=0.001)
+    assert any("rated endurance of 1.2 PB" in note for note in plan.notes)
 
 
 def test_the_update_uses_the_rate_of_its_moment_format() -> None:

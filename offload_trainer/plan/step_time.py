@@ -157,7 +157,7 @@ def _traffic_bounds(
     bounds, by_disk = list[Bound](), defaultdict[str, list[Traffic]](list)
     for one in (moved for moved in traffic if moved.phase == phase):
         drive = machine.drive(one.place)
-        by_disk[(drive and drive.disk) or one.place].append(one)
+        by_disk[(drive.disk if drive else None) or one.place].append(one)
     for disk, parts in by_disk.items():
         read, written = sum(part.read for part in parts), sum(part.written for part in parts)
         if not read and not written:

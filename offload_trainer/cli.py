@@ -120,7 +120,7 @@ def _plan(given: Namespace, words: list[str]) -> None:
     machine = None if given.machine is None else read_machine(given.machine)
     config = load_config(words, drives=[drive.directory for drive in machine.drives] if machine else None)
     machine = described(machine, config.placement.nvme) if machine else None
-    quieten(loads=machine is None)
+    quieten()
     if given.parallel or machine is None:
         values, text, plan = compare_modes(config, machine, given.nodes)
         _answer(given, values, lambda: text)

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 from commands import TINY, environment
+from sample_plans import SHAPES
 
 from offload_trainer import packages
 from offload_trainer.engine import op_builder
 from offload_trainer.errors import TrainerError, UserError, explain
-from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.packages import OPTIONAL, REQUIRED, explain_import, is_installed, to_install, too_old
 from offload_trainer.plan.machine import _CU126, MachineProfile, read_machine
 from offload_trainer.plan.planner import make_plan
@@ -107,7 +107,7 @@ def machine(*installed: str) -> MachineProfile:
 
 
 def test_auto_never_picks_what_is_not_installed() -> None:
-    shape = gpt2_shape(PRESETS["gpt2"])
+    shape = SHAPES["gpt2"]
     config = load_config(["--model", "gpt2"])
     assert make_plan(config, shape, machine()).engine == "tiered"
     eight = load_config(["--model", "gpt2", "--engine", "deepspeed", "optim.moment_dtype=8bit"])

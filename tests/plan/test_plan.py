@@ -41,10 +41,12 @@ from offload_trainer.plan.tiered.layout import (
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiered.weight_streaming import NCCL_BYTES, fetches
 from offload_trainer.plan.tiers import Placement
-from offload_trainer.run.commands.plan import _source, plan_elsewhere
-from offload_trainer.run.planning import _moves, planned, with_what_fits
+from offload_trainer.run.commands.plan import plan_elsewhere
+from offload_trainer.run.planning import _moves, model_of, planned, with_what_fits
 from offload_trainer.settings import load_config
 from offload_trainer.units import format_bytes, format_seconds
+
+pytestmark = pytest.mark.usefixtures("counted_once")
 
 GOLDEN = Path(__file__).parents[1] / "golden/deepspeed.tsv"
 
@@ -82,7 +84,7 @@ def test_a_refusal_names_changes_with_which_the_plan_fits(
 @pytest.mark.parametrize("words", ["", "optim.name=muon", "--engine deepspeed"])
 def test_bf16_masters_are_a_remedy_of_the_tiered_engine_with_adamw_alone(words: str) -> None:
     config = load_config(["--model", "gpt2", "--scratch", "--dtype", "bf16", *words.split()])
-    found = planned(config, _source(config), machine(ram=GB // 2, drive=GB // 8), world=1)
+    found = planned(config, model_of(config), machine(ram=GB // 2, drive=GB // 8), world=1)
     assert not found.plan.fits
     assert ("optim.master_dtype=bf16" in _moves(found, config, here=False)) == (not words)
 
@@ -92,7 +94,7 @@ def test_shorter_rows_are_no_remedy_for_a_run_that_resumes() -> None:
     words = "--model gpt2 --micro-batch 1 --scratch"
     config, small = load_config(words.split()), machine(gpu=16 * GB // 10)
     assert plan_elsewhere(config, small).fits_with == ("--seq-len 512", "--seq-len 128")
-    found = planned(config, _source(config), small, world=1)
+    found = planned(config, model_of(config), small, world=1)
     assert with_what_fits(found, config, here=False, resumes=True).plan.fits_with == ()
 
 

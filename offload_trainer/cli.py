@@ -141,7 +141,7 @@ def _plan_here(given: Namespace, words: list[str]) -> None:
     from offload_trainer.run.checks import check_start, refuse, refuse_output
     from offload_trainer.run.planning import plan_run
 
-    planned = plan_run(config, longest=True)
+    planned = plan_run(config)
     plan, steps = planned.plan, config.train.known_steps
     _answer(given, plan.to_json(), lambda: plan.describe(steps=steps, full=given.explain))
     refuse(planned)

@@ -58,7 +58,6 @@ class Plan:
     ways: tuple[UpdateSchedule, ...] = ()  # the update schedules that the configuration left open
     way: str = ""  # the schedule that was chosen
     faster: tuple[tuple[float, str], ...] = ()  # (seconds per step, setting) of settings that change results
-    longest_row: int | None = None  # the longest row in tokens that would still fit; None: not computed
     shared: Shared = field(default_factory=dict)
     too_large: str = ""  # a sentence about a unit of the model that exceeds the device's memory, or ""
     fits_with: tuple[str, ...] | None = None  # words of the command with which it would fit; None: not looked for
@@ -124,7 +123,6 @@ class Plan:
             "links": [asdict(moved) for moved in self.links],
             "faster": [{"seconds": seconds, "words": words} for seconds, words in self.faster],
             "ways": [{**asdict(way), "taken": way.words == self.way} for way in self.ways],
-            "longest_row": self.longest_row,
             "too_large": self.too_large or None,
             "rejected": [{"placement": name, "reason": reason} for name, reason in self.rejected],
             "notes": list(self.notes),
@@ -181,14 +179,6 @@ class Plan:
                 largest = sorted(items, key=lambda item: -item.bytes)[:_MOST]
                 lines[-1] += f": {'; '.join(f'{item.name} {format_bytes(item.bytes)}' for item in largest)}"
         lines += [f"  {self.too_large}"] if self.too_large else []
-        if self.longest_row == 0:
-            lines.append("  rows of any length: not even the shortest fit with these settings")
-        elif self.longest_row is not None:
-            work, longer = self.work, "; rows longer than this plan's may need another placement"
-            lines.append(
-                f"  rows of up to {self.longest_row} tokens fit (--seq-len), {work.micro_batch} in a micro-batch"
-                f"{longer if self.longest_row > work.seq_len else ''}"
-            )
         return lines
 
     def _describe_seconds(self, steps: int | None, *, full: bool) -> list[str]:

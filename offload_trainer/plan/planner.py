@@ -7,7 +7,6 @@ that fits, or the first one that fits if the machine has not been benchmarked. T
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -29,7 +28,6 @@ from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 LONGEST_ROW = 1024  # tokens, if the length of a row is `auto` and the model's context is not shorter
-_ROWS = 256  # row lengths are searched in multiples of this many tokens
 _ALIKE = 1.05  # steps within this factor count as equally fast
 
 
@@ -422,26 +420,7 @@ def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) 
         yield "no GPU here: the model runs on the CPU, in RAM"
 
 
-# -- bytes only: does anything fit, and how long may a row be? --------------------------------------------------------
-
-
-def longest_row(config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int) -> int:
-    """Return the tokens of the longest row that fits in some placement that the configuration allows.
-
-    It is the context, or a multiple of 256 tokens below it, with a resolution of 1/128 of the context. The number of
-    rows in a micro-batch stays as configured.
-    """
-
-    def fits(seq_len: int) -> bool:
-        rows = config.with_keys("data", seq_len=seq_len)
-        return any_placement_fits(rows, shape, machine, world=world, nodes=nodes)
-
-    if fits(shape.context):
-        return shape.context
-    step = max(1, shape.context // 128 // _ROWS) * _ROWS
-    lengths = range(step, shape.context, step)
-    found = bisect_left(lengths, True, key=lambda length: not fits(length))
-    return lengths[found - 1] if found else 0
+# -- bytes only: does anything fit? ------------------------------------------------------------------------------------
 
 
 def with_fewer_buffers(config: TrainConfig) -> list[TrainConfig]:

@@ -25,7 +25,6 @@ from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import (
     any_placement_fits,
     divisions,
-    longest_row,
     make_plan,
     resolved,
     with_fewer_buffers,
@@ -75,15 +74,13 @@ def plan_run(
     config: TrainConfig,
     *,
     nodes: int = 1,
-    longest: bool = False,
     again: Planned | None = None,
     like: TrainConfig | None = None,
 ) -> Planned:
     """Plan a run on this machine, or on `nodes` machines like it.
 
-    `longest`: also find the longest row (in tokens) that fits. `again`: an earlier plan of `config`, whose machine,
-    perhaps with new rates, and model are used. `like`: the settings of a run that this one goes on from without a
-    checkpoint.
+    `again`: an earlier plan of `config`, whose machine, perhaps with new rates, and model are used. `like`: the
+    settings of a run that this one goes on from without a checkpoint.
     """
     from offload_trainer.run.resume import earlier_run
 
@@ -108,7 +105,7 @@ def plan_run(
         found = planned(config, source, machine, world=world, nodes=nodes)
     if not found.plan.fits:
         found = with_what_fits(found, config, here=True, resumes=bool(before))
-    return with_longest_row(found, config) if longest else found
+    return found
 
 
 def plan_with_room(config: TrainConfig, before: Planned, *, more: int) -> tuple[Planned, list[str]]:
@@ -217,14 +214,6 @@ def planned(
             if found.plan.fits:
                 return found
     return plan_of(candidates[-1]) if first.plan.too_large else first
-
-
-def with_longest_row(found: Planned, config: TrainConfig) -> Planned:
-    """Return `found` with the longest row that fits in its plan."""
-    plan, wish = found.plan, config.model.activation_checkpointing
-    candidate = found.config.with_keys("model", activation_checkpointing=wish)
-    tokens = longest_row(candidate, found.source.shape, found.machine, world=plan.work.world, nodes=plan.work.nodes)
-    return replace(found, plan=replace(plan, longest_row=tokens))
 
 
 def with_what_fits(found: Planned, config: TrainConfig, *, here: bool, resumes: bool = False) -> Planned:

@@ -15,7 +15,7 @@ from offload_trainer.plan.machine import MachineProfile, describe_links
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME
-from offload_trainer.run.planning import machine_here, model_of, planned, with_longest_row, with_what_fits
+from offload_trainer.run.planning import machine_here, model_of, planned, with_what_fits
 from offload_trainer.settings import with_words
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -23,13 +23,11 @@ _MICRO = (64, 16, 4, 1)  # micro-batch sizes to try in a comparison; planning ev
 
 
 def plan_elsewhere(config: TrainConfig, machine: MachineProfile, *, nodes: int | None = None) -> Plan:
-    """Plan a run on a described machine, or on `nodes` of them, with the longest row that fits."""
+    """Plan a run on a described machine, or on `nodes` of them."""
     count, source = nodes or machine.nodes, model_of(config)
     each = config.placement.gpus if nodes is None and count == 1 else _gpus(config, machine)
     found = planned(config, source, machine, world=count * each, nodes=count)
-    if not found.plan.fits:
-        found = with_what_fits(found, config, here=False)
-    return with_longest_row(found, config).plan
+    return (found if found.plan.fits else with_what_fits(found, config, here=False)).plan
 
 
 # -- ways to divide a step over ranks (`plan --parallel`) -------------------------------------------------------------

@@ -16,10 +16,10 @@ from offload_trainer.packages import lacks
 from offload_trainer.plan.engines import Candidate, Engine, engine_of
 from offload_trainer.plan.machine import MachineProfile, card_mistakes, has_bf16
 from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, image_note, reserve_items, saved_items, with_rate
-from offload_trainer.plan.plan import Plan, Shared, UpdateSchedule
+from offload_trainer.plan.plan import Plan, Shared
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic, forecast, stands_for, tokens_that_hide_the_update
-from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, WORTH, Tiered, TieredCandidate
+from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic, forecast, stands_for
+from offload_trainer.plan.tiered.engine import FULL, WORTH, Tiered, TieredCandidate
 from offload_trainer.plan.tiered.spec import layouts_of
 from offload_trainer.plan.tiered.state_formats import BF16, state_format
 from offload_trainer.plan.tiered.weight_streaming import at_once
@@ -178,45 +178,29 @@ def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile,
 def _best(engine: Engine, work: Workload, machine: MachineProfile) -> Plan:
     """Return the plan with the best placement and, if the tiered engine leaves that open, update schedule.
 
-    An update that starts during the backward replaces the default only if it gains enough. Without drives, nothing is
-    said of the others unless it does.
+    An update that starts during the backward replaces the default only if it gains enough. If nothing is on drives, it
+    is only tried if the rest of the update is a worthwhile share of the step.
     """
     first = _best_placement(engine, work, machine)
-    if not isinstance(engine, Tiered) or engine.section.overlap != "auto":
+    if not isinstance(engine, Tiered) or engine.section.overlap != "auto" or engine.section.state_copies == 1:
         return first
     found, step, update = first.forecast, first.forecast.step, first.forecast.seconds["update"]
     in_memory = first.fits and not first.uses_drives
-    # What no other work hides of the update must be a worthwhile share of the step.
     if in_memory and (step is None or update is None or update - found.hidden < WORTH * step):
         return first
-    default, other = (FORWARD, OFF) if found.behind else (OFF, FORWARD)
     full = replace(engine, section=engine.section.model_copy(update={"overlap": "backward"}))
-    why_not, may_have_two_copies = full.why_not_full(work, machine), engine.section.state_copies != 1
-    best, taken, tried = first, default, [_schedule_of(default, first)]
-    if first.fits:
-        toggled = replace(found, behind=not found.behind, hidden=found.could_hide)
-        tried.append(_schedule_of(other, replace(first, forecast=toggled)))
-    if may_have_two_copies and why_not:
-        tried.append(UpdateSchedule(FULL, None, None, why_not))
-    elif may_have_two_copies:
-        plan = _best_placement(full, work, machine)
-        tried.append(_schedule_of(FULL, plan))
-        # An overlap with the next forward that gains less than `WORTH` is taken, and must not keep this one from it.
-        apart = (step or 0.0) + found.hidden
-        before = apart if found.behind and found.hidden < WORTH * apart else step or 0.0
-        gains = plan.forecast.step is not None and plan.forecast.step <= (1 - WORTH) * before
-        if plan.fits and (gains or not first.fits):
-            best, taken = plan, FULL
-    if in_memory and best is first:
-        return first
-    return replace(best, ways=tuple(tried), way=taken) if len(tried) > 1 else best
-
-
-def _schedule_of(words: str, plan: Plan) -> UpdateSchedule:
-    if not plan.fits:
-        return UpdateSchedule(words, None, None, f"{words}: {'; '.join(plan.shortfalls())}")
-    tokens = tokens_that_hide_the_update(plan.forecast, tokens=plan.work.tokens)
-    return UpdateSchedule(words, plan.forecast.step, tokens)
+    if why := full.why_not_full(work, machine):
+        why = why.removeprefix(FULL).lstrip(": ")
+        return first if in_memory else replace(first, rejected=(*first.rejected, (FULL, why)))
+    plan = _best_placement(full, work, machine)
+    # An overlap with the next forward that gains less than `WORTH` is taken, and must not keep this one from it.
+    apart = (step or 0.0) + found.hidden
+    before = apart if found.behind and found.hidden < WORTH * apart else step or 0.0
+    gains = plan.forecast.step is not None and plan.forecast.step <= (1 - WORTH) * before
+    if plan.fits and (gains or not first.fits):
+        return plan
+    why = _why_not(plan, first)
+    return replace(first, rejected=(*first.rejected, (FULL, why))) if why and not in_memory else first
 
 
 def _best_placement(engine: Engine, work: Workload, machine: MachineProfile) -> Plan:

@@ -1,19 +1,19 @@
-"""Choose the engine, placement and update schedule for a configuration on a machine.
+"""Choose the engine, placement and update schedule for a configuration on a machine, and check the configuration.
 
     MachineProfile + ModelShape + TrainConfig  ->  make_plan  ->  Plan
 
-Each engine's module lists its candidate placements and checks its settings. The planner takes the fastest candidate
-that fits, or the first one that fits if the machine has not been benchmarked. The same inputs give the same plan.
+Each engine's module lists its candidate placements. The planner takes the fastest candidate that fits, or the first one
+that fits if the machine has not been benchmarked.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from offload_trainer.config import ModelSection, TrainConfig
+from offload_trainer.config import STREAM, ModelSection, OptimSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.packages import lacks
-from offload_trainer.plan.engines import Candidate, Engine, engine_of
+from offload_trainer.plan.deepspeed import DeepSpeed, DeepSpeedCandidate
 from offload_trainer.plan.machine import MachineProfile, card_mistakes, has_bf16
 from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, image_note, reserve_items, saved_items, with_rate
 from offload_trainer.plan.plan import Plan, Shared
@@ -21,7 +21,7 @@ from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic, forecast, stands_for
 from offload_trainer.plan.tiered.engine import FULL, WORTH, Tiered, TieredCandidate
 from offload_trainer.plan.tiered.spec import layouts_of
-from offload_trainer.plan.tiered.state_formats import BF16, state_format
+from offload_trainer.plan.tiered.state_formats import BF16, FORMATS, RULES, state_format
 from offload_trainer.plan.tiered.weight_streaming import at_once
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, TierKind, kind_asked
 from offload_trainer.plan.workload import Workload
@@ -29,6 +29,9 @@ from offload_trainer.units import format_bytes, format_count, format_seconds
 
 LONGEST_ROW = 1024  # tokens, if the length of a row is `auto` and the model's context is not shorter
 _ALIKE = 1.05  # steps within this factor count as equally fast
+
+Engine = Tiered | DeepSpeed
+Candidate = TieredCandidate | DeepSpeedCandidate  # one placement of an engine, with its costs
 
 
 def make_plan(
@@ -57,6 +60,14 @@ def make_plan(
     chosen = _choose(plans, untimed="not timed")
     whys = ((name, str(why).removeprefix(f"{name}: ").removesuffix("; leave it out")) for name, why in refused.items())
     return replace(chosen, rejected=(*whys, *chosen.rejected))
+
+
+def engine_of(config: TrainConfig) -> Engine:
+    """Return the configured engine with its settings."""
+    place, name = config.placement, config.placement.engine_name
+    if name == "tiered":
+        return Tiered(place, config.tiered)
+    return DeepSpeed(place, config.deepspeed, config.optim.moment_dtype, config.parallel.tensor)
 
 
 def _plan_of_way(
@@ -118,15 +129,13 @@ def divisions(config: TrainConfig, *, world: int) -> list[TrainConfig]:
 def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile, *, default: Plan) -> Plan:
     """Return the plan with the number of checkpointed blocks that makes a step shortest; `default` has all or none.
 
-    A block that is not checkpointed is not recomputed, and what it keeps takes the place of optimizer state on the
-    device. Another number than the default's must save `WORTH` of the step, since forecasts are inexact and the state
-    moves to slower tiers; it may not write more to drives, which wear out. Without a forecast the default stays if it
-    fits, else as few blocks as fit are checkpointed. If no number fits, all are.
+    Another number than the default's must save `WORTH` of the step, since forecasts are inexact and the state moves to
+    slower tiers; it may not write more to drives, which wear out. Without a forecast the default stays if it fits, else
+    as few blocks as fit are checkpointed. If no number fits, all are.
 
-    A CPU that computes the model shares its cores with the update and the transfers, so computation is not free where
-    the forecast hides it behind a drive. With all state of gpt2-medium on a drive of 419 MB/s, a step of 1,024 tokens
-    took 11.6 s without recomputation and 13.6 s with it. There, of the numbers whose steps are within `_ALIKE` of the
-    shortest, the one that computes least is therefore taken, also if it saves `WORTH` of the step in computation alone.
+    A CPU that computes the model shares its cores with the update and the transfers: with all state of gpt2-medium on a
+    drive of 419 MB/s, a step of 1,024 tokens took 11.6 s without recomputation and 13.6 s with it. There, of the
+    numbers whose steps are within `_ALIKE` of the shortest, the one that computes least is therefore taken.
     """
     shape, layers, step = work.shape, work.shape.layers, default.forecast.step
     may_gain = default.fits and default.work.checkpointed and step is not None
@@ -244,9 +253,8 @@ def _why_not(plan: Plan, chosen: Plan) -> str:
 def _faster_formats(engine: Engine, plan: Plan, work: Workload, machine: MachineProfile) -> Iterator[tuple[float, str]]:
     """Yield (seconds per step, settings) of each smaller format of the state that would be `WORTH` shorter again.
 
-    These are the smaller moments, and at last bf16 masters with the smallest. Less state leaves RAM for shadow memory
-    and the GPU for more of the state. It changes results, so `auto` never takes it. Formats are only tried where the
-    update keeps a step waiting, and state is not only in the RAM of a CPU.
+    These are the smaller moments, and at last bf16 masters with the smallest; they change results, so `auto` never
+    takes them. They are only tried where the update keeps a step waiting, and state is not only in the RAM of a CPU.
     """
     found, state, formats = plan.forecast, work.state, work.state.rule.formats
     step, update = found.step, found.seconds["update"]
@@ -268,11 +276,7 @@ def _faster_formats(engine: Engine, plan: Plan, work: Workload, machine: Machine
 
 
 def _too_large(work: Workload, machine: MachineProfile) -> str:
-    """Return a sentence that names the largest unit if it alone exceeds the device's memory, else "".
-
-    A unit is a block, or a module outside the blocks. Streamed weights are copied to the device one unit at a time, and
-    the whole unit is on the device while it runs, so no placement can help.
-    """
+    """Return a sentence that names the largest unit if it alone exceeds the device's memory, else ""."""
     largest = max(layouts_of(work).units, key=lambda unit: unit.elements)
     size, gpu = work.item_bytes * largest.elements, machine.gpu is not None
     room = machine.gpu_bytes - CUDA_CONTEXT - gpu_reserve(machine) if gpu else machine.ram_bytes
@@ -463,3 +467,102 @@ def with_dtype_of_card(section: ModelSection, machine: MachineProfile) -> ModelS
     if "dtype" in section.model_fields_set or has_bf16(machine):
         return section
     return section.model_copy(update={"dtype": "fp16"})
+
+
+# -- settings that contradict each other or the engine: one sentence each, with what to change ------------------------
+
+
+def combination_mistakes(config: TrainConfig) -> list[str]:
+    """Return errors in combinations of settings, one sentence each, with what to change."""
+    place, model, optim, train, engine = config.placement, config.model, config.optim, config.train, engine_of(config)
+    data, parallel, rule, inputs = config.data, config.parallel, RULES[optim.name], model.offload_activations
+    epochs = train.epochs if train.epochs == "auto" else f"{train.epochs:g}"
+    homes: dict[str, object] = {"--params ": place.params, "--optimizer ": place.optimizer}
+    homes |= {"placement.gradients=": place.gradients, "model.offload_activations=": inputs}
+    found: dict[str, object] = {
+        f"{setting}nvme needs a drive: add --nvme DIR": home == TierKind.DRIVES and not place.nvme
+        for setting, home in homes.items()
+    }
+    found |= dict.fromkeys([*engine.mistakes(), *_settings_of_others(engine, config)], True)
+    found |= {
+        f"model.offload_activations={inputs} needs checkpointed activations: use model.activation_checkpointing=on": (
+            model.activation_checkpointing == "off" and inputs
+        ),
+        f"optim.decay_steps belongs to optim.schedule=wsd, not to {optim.schedule}": (
+            optim.schedule != "wsd" and optim.decay_steps != "auto"
+        ),
+        f"train.epochs={epochs} determines the steps: leave train.steps (--steps) out": (
+            train.epochs != "auto" and "steps" in train.model_fields_set
+        ),
+    }
+    found |= dict.fromkeys(mistakes_of_length(optim, steps=train.steps) if train.epochs == "auto" else [], True)
+    stream = next((path for path in data.path if path.startswith(STREAM)), "")
+    weights, texts = len(data.mixture), len(data.path)
+    validation = next((path for path in data.validation_path if path.startswith(STREAM)), "")
+    found |= {
+        f"{stream}: a stream is neither mixed nor joined with other text: let it be the only --data": (
+            stream and texts + weights > 1
+        ),
+        f"{validation}: validation text is not streamed: name hub:OWNER/NAME:SPLIT or a path": validation,
+        f"data.mixture has {weights} weights, and data.path {texts} texts: give one for each": (
+            weights not in (0, texts)
+        ),
+        "data.mixture needs shuffled rows: leave data.shuffle=false out": bool(weights) and not data.shuffle,
+        f"data.shuffle={data.shuffle} is for --data stream:NAME; all rows of other data are shuffled: leave it out": (
+            data.shuffled_block and not data.streamed
+        ),
+        f"{stream}: the length of a stream is not known, so train.epochs has no meaning: use --steps": (
+            data.streamed and train.epochs != "auto"
+        ),
+        f"parallel.tensor={parallel.tensor} needs DeepSpeed: add --engine deepspeed; the tiered engine divides only "
+        "rows and state": parallel.tensor != 1 and engine.name != "deepspeed",
+        f"optim.moment_dtype={optim.moment_dtype} with optim.name={optim.name}: {rule.no_other}": (
+            FORMATS[optim.moment_dtype] not in rule.formats
+        ),
+        f"optim.master_dtype={optim.master_dtype} with optim.name={optim.name}: {rule.title}'s steps of matrices were "
+        "not tried on rounded masters; use fp32": FORMATS[optim.master_dtype] not in rule.masters,
+        f"optim.betas={list(optim.betas)}: both must be below 1": max(optim.betas) >= 1,
+    }
+    return [sentence for sentence, wrong in found.items() if wrong]
+
+
+def _settings_of_others(engine: Engine, config: TrainConfig) -> list[str]:
+    """Return errors for settings that only another engine supports and this one would ignore."""
+    place, model, optim = config.placement, config.model, config.optim
+    settings, mistakes = dict[str, tuple[bool, str]](), list[str]()
+    if not isinstance(engine, Tiered):
+        mistakes += [
+            f"{flag} {share:g} with the {engine.name} engine: it stores all of the optimizer state in one place; only "
+            "--engine tiered divides it"
+            for flag, share in place.shares.items()
+            if share != "auto"
+        ]
+        settings = {
+            "placement.gradients": (place.gradients != "auto", ""),
+            "model.offload_activations": (kind_asked(model.offload_activations) == TierKind.DRIVES, ": use cpu"),
+            "model.activation_checkpointing": (isinstance(model.activation_checkpointing, int), ": use on or off"),
+            "model.base": (model.base != "model", ": leave it out"),
+            "optim.moment_dtype": (optim.moment_dtype not in ("fp32", "8bit"), ""),
+            "optim.master_dtype": (optim.master_dtype != "fp32", ""),
+            "optim.name": (optim.name != "adamw", ""),
+            "optim.kernel": (optim.kernel != "auto", ""),
+            "parallel.sequence": (config.parallel.sequence > 1, ""),
+            "parallel.pipeline": (config.parallel.pipeline != 1, ""),
+        }
+    for setting, (is_set, fix) in settings.items():
+        section, _, key = setting.partition(".")
+        value = getattr(getattr(config, section), key)
+        mistakes += [f"{setting}={value} belongs to --engine tiered, not to {engine.name}{fix}"] if is_set else []
+    other = "deepspeed" if isinstance(engine, Tiered) else "tiered"
+    keys = getattr(config, other)
+    if keys != type(keys)():
+        words = f"{other}.* keys with --engine {engine.name}, which does not read them"
+        mistakes.append(f"{words}: add --engine {other}")
+    return mistakes
+
+
+def mistakes_of_length(optim: OptimSection, *, steps: int) -> list[str]:
+    """Return an error if the warmup is longer than the run of `steps` steps."""
+    if optim.warmup_steps == "auto" or optim.warmup_steps <= steps:
+        return []
+    return [f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={steps}"]

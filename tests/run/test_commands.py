@@ -11,9 +11,8 @@ from sample_plans import SHAPES, machine, wish
 from offload_trainer import cli
 from offload_trainer.engine import op_builder
 from offload_trainer.errors import TrainerError
-from offload_trainer.plan.engines import engine_of
 from offload_trainer.plan.machine import DriveFacts, read_machine
-from offload_trainer.plan.planner import make_plan
+from offload_trainer.plan.planner import engine_of, make_plan
 from offload_trainer.run.commands import doctor, tune
 from offload_trainer.run.commands.recipes import recipes
 from offload_trainer.settings import load_config

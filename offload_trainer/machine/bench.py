@@ -3,12 +3,8 @@
     probe -> bench_machine -> the same profile with rates        leaves no files
 
 Drives are timed through the run's own transfers, bypassing the page cache where that is possible, on random bytes,
-since some drives store zeros without writing them. The reported rate covers the whole transfer; the effect of a cache
-in the drive shrinks as more is written.
-
-Links are timed by one process per rank, with all ranks active. With GPUs each rank uses one; copies are from and to
-pinned memory, and all-gather and all-to-all are NCCL's. Without GPUs, host memory replaces device memory and gloo
-replaces NCCL. A rate is the slowest rank's, since all ranks wait for it.
+since some drives store zeros without writing them. Links are timed by one process per rank, with all ranks active:
+between GPUs with NCCL, else in host memory with gloo. A rate is the slowest rank's, since all ranks wait for it.
 """
 
 import itertools
@@ -27,12 +23,16 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 from torch.nn import functional
 
 from offload_trainer import ranks as all_ranks
-from offload_trainer.engine.timed_updates import TimedUpdate
-from offload_trainer.errors import STORE, TrainerError
+from offload_trainer.errors import STORE, TrainerError, UserError
+from offload_trainer.offloading.pages.store import PageTable
 from offload_trainer.optim.cross_entropy import cross_entropy
-from offload_trainer.optim.kernels import CpuKernel
+from offload_trainer.optim.cuda_adam import choose_cuda_kernel
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange
+from offload_trainer.optim.kernels import CpuKernel, choose_kernel
+from offload_trainer.optim.moments import Noise, stored_field
 from offload_trainer.optim.muon import Products, orthogonalised
 from offload_trainer.optim.norms import Pieces
+from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.communication import piece_width
 from offload_trainer.plan.machine import (
     DriveFacts,
@@ -44,9 +44,13 @@ from offload_trainer.plan.machine import (
     has_bf16,
     layer_key,
     sums_key,
+    update_key,
 )
 from offload_trainer.plan.shape import loss_pieces
 from offload_trainer.plan.step_time import RATE, products_of
+from offload_trainer.plan.tiered.layout import Page
+from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, MOMENTS, StateFormat
+from offload_trainer.plan.tiers import RAM
 from offload_trainer.safe_files import parsed
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.owned_dirs import scratch
@@ -67,6 +71,8 @@ _ROWS, _SIDE = 256, 1024  # sizes of the product that is timed while a drive wor
 _LINK_ON_GPU, _LINK_ON_CPU = 256 << 20, 32 << 20  # bytes that each rank moves
 _TIMES = 8  # repetitions of a transfer between ranks
 VALUES = 16  # times the width: values per token that enter and leave a layer's products (`ModelShape.widths`)
+_ADAMW = AdamW(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
+_PATTERN = 1 << 18  # elements of typical masters and gradients, which are repeated
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,19 @@ class Budget:
     update_elements: int = 20_000_000
     update_page: int = 4 << 20  # elements
     copy_seconds: float = 0.5  # per rate of memory, and per direction between host memory and a GPU
+
+
+@dataclass(frozen=True)
+class TimedUpdate:
+    """AdamW with a kernel and a format of its state, from 16-bit gradients to 16-bit weights."""
+
+    kernel: Kernel
+    format: StateFormat = ADAMW_FORMATS[0]
+
+    @property
+    def name(self) -> str:
+        """Return the key of its rate in `Rates.update`."""
+        return update_key(self.kernel.name, self.format.name)
 
 
 def beyond_caches(machine: MachineProfile) -> int:
@@ -232,14 +251,6 @@ def _orthogonalising(width: int, *, gpu: bool, seconds: float) -> Rate:
     return _rate(products_of((width, width)), taken, f"a matrix of {width} x {width}")
 
 
-def _update(update: TimedUpdate, budget: Budget) -> Rate:
-    elements, page = budget.update_elements, budget.update_page
-    work, steps = update.begin(elements, page), itertools.count(1)
-    taken = _repeat(lambda: work(next(steps)), seconds=budget.update_seconds, least=5)
-    pages = f"pages of {page / 1e6:.3g} M" if page < elements else "one call"
-    return _rate(elements, taken, f"{elements / 1e6:.0f} M parameters in {pages}, casts in and out")
-
-
 def _copies(seconds: float) -> Rates:
     size = 256 << 20
     pinned, pinned_out = host_buffer(size, pinned=True), host_buffer(size, pinned=True)
@@ -259,6 +270,79 @@ def _copies(seconds: float) -> Rates:
         from_device=timed(lambda: pinned.copy_(device, non_blocking=True), "pinned"),
         both_ways=timed(both, "pinned, both ways at once"),
     )
+
+
+# -- updates -----------------------------------------------------------------------------------------------------------
+
+
+def _update(update: TimedUpdate, budget: Budget) -> Rate:
+    elements, page, steps = budget.update_elements, budget.update_page, itertools.count(1)
+    place = "cuda" if update.kernel.name == "cuda" else "cpu"
+    updates = make_pages(elements, page=page, format=update.format, place=place)
+
+    def run() -> None:
+        step = next(steps)
+        noise = Noise(0, step) if update.format.stochastic else None
+        for one in updates:
+            parts = [ParamRange(0, len(one.grad), _ADAMW, step)]
+            update.kernel.update_page(replace(one, parts=parts, noise=noise))
+
+    taken = _repeat(run, seconds=budget.update_seconds, least=5)
+    pages = f"pages of {page / 1e6:.3g} M" if page < elements else "one call"
+    return _rate(elements, taken, f"{elements / 1e6:.0f} M parameters in {pages}, casts in and out")
+
+
+def make_pages(elements: int, *, page: int, format: StateFormat, place: str = "cpu") -> list[PageUpdate]:
+    """Return updates of `elements` parameters in pages of at most `page`, without their ranges.
+
+    Moments are zero; the first step, which is not timed, fills them.
+    """
+    table = PageTable([Page(0, at, min(page, elements - at), RAM) for at in range(0, elements, page)], format)
+    memory, sizes = host_buffer(sum(table.sizes)).split(table.sizes), [one.elements for one in table.pages]
+    narrow = [host_buffer(2 * elements).view(torch.bfloat16).split(sizes) for _ in range(2)]
+    master, gradient = 0.02 * torch.randn(2, _PATTERN, generator=torch.Generator().manual_seed(0))
+    pages = []
+    for number, (data, grad, out) in enumerate(zip(memory, *narrow, strict=True)):
+        fields = table.fields(number, data)
+        for values, field in ((master, fields["master"]), (gradient, grad)):
+            for part in field.split(_PATTERN):
+                part.copy_(values[: part.numel()])
+        for moment in MOMENTS:
+            stored_field(moment, fields).start_at_zero()
+        there = {name: field.to(place) for name, field in fields.items()}
+        start = table.pages[number].start
+        pages.append(PageUpdate(there, grad.to(place), out.to(place), [], format, 0.7, None, first=start))
+    return pages
+
+
+def available_updates(*, say: Callable[[str], None]) -> list[TimedUpdate]:
+    """Return the updates that can run here; `say` receives the reason for each one left out.
+
+    These are this package's kernels, the fastest of them with each format of state, and the one for state on the GPU.
+    """
+    found: list[TimedUpdate] = []
+    for name in ("native", "torch"):
+        try:
+            kernel, _ = choose_kernel(name)
+        except UserError as error:
+            say(f"bench: {name} kernel left out: {error}")
+            continue
+        found += [TimedUpdate(kernel, format) for format in ADAMW_FORMATS[: 1 if found else None]]
+    if torch.cuda.is_available():
+        there, words = choose_cuda_kernel(torch.device("cuda"))
+        if there is None:
+            say(f"bench: {words}")
+        else:
+            found += [TimedUpdate(there, format) for format in ADAMW_FORMATS]
+    return found
+
+
+def updates_of_run(kernel: str, format: StateFormat) -> list[TimedUpdate]:
+    """Return the updates that a run with `optim.kernel` and AdamW's state in `format` uses."""
+    chosen, _ = choose_kernel(kernel)
+    there = choose_cuda_kernel(torch.device("cuda"))[0] if torch.cuda.is_available() else None
+    found = [TimedUpdate(chosen, format)]
+    return found if there is None else [*found, TimedUpdate(there, format)]
 
 
 # -- the parts of a layer that are not matrix products, and the loss ---------------------------------------------------

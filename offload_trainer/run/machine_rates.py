@@ -16,7 +16,6 @@ from dataclasses import replace
 import torch
 
 from offload_trainer.config import TrainConfig
-from offload_trainer.engine import timed_updates
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import bench
@@ -68,7 +67,7 @@ def bench_here(config: TrainConfig, *, drive_bytes: int | None, say: Callable[[s
         say(f"bench: takes minutes, writes at most {most} to {len(machine.drives)} drive(s), and removes it afterwards")
     timed = bench.bench_machine(
         machine,
-        timed_updates.available_updates(say=say),
+        bench.available_updates(say=say),
         dtypes=bench.dtypes_to_time(machine, dtype),
         matrices=True,
         budget=budget,
@@ -174,7 +173,7 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
         copy_seconds=0.05,  # placement, order of micro-batches
     )
     layer, state = _layer_of(planned.plan.work, gpu=machine.gpu is not None), planned.plan.work.state
-    updates = timed_updates.updates_of_run(config.optim.kernel, replace(state, rule=ADAMW))
+    updates = bench.updates_of_run(config.optim.kernel, replace(state, rule=ADAMW))
     start = time.perf_counter()
     try:
         # A caller's random numbers are those of a start that measures nothing, and equal on all ranks.

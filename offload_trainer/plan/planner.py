@@ -411,25 +411,17 @@ def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) 
 # -- bytes only: does anything fit? ------------------------------------------------------------------------------------
 
 
-def with_fewer_buffers(config: TrainConfig) -> list[TrainConfig]:
-    """Return the configuration, followed by variants with fewer weight buffers if their number is not set."""
-    tiered = config.tiered
-    is_set = config.placement.engine_name != "tiered" or "weight_buffers" in tiered.model_fields_set
-    counts = [tiered.weight_buffers] if is_set else range(tiered.weight_buffers, 0, -1)
-    return [config.with_keys("tiered", weight_buffers=count) for count in counts]
-
-
 def any_placement_fits(
-    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int, saves: bool = True
+    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int
 ) -> bool:
-    """Return whether the configuration fits in any placement that it allows. `saves`: as in `make_plan`."""
+    """Return whether the configuration fits in any placement that it allows."""
     if config.parallel.pipeline == "auto":
         ways = divisions(config, world=max(1, world // nodes))
-        return any(any_placement_fits(way, shape, machine, world=world, nodes=nodes, saves=saves) for way in ways)
+        return any(any_placement_fits(way, shape, machine, world=world, nodes=nodes) for way in ways)
     place, machine = config.placement, at_once(machine, ranks=max(1, world // nodes))
     if place.nvme and (place.optimizer, place.gpu_fraction) == ("auto", "auto"):  # needs least with no state on the GPU
         config = config.with_keys("placement", gpu_fraction=0.0)
-    engine, work = engine_of(config), workload(config, shape, world=world, nodes=nodes, saves=saves)
+    engine, work = engine_of(config), workload(config, shape, world=world, nodes=nodes)
     if config.model.activation_checkpointing == "auto" and isinstance(engine, Tiered) and shape.can_checkpoint:
         work = replace(work, checkpointed=shape.layers)
     candidates = engine.candidates(work, machine)[::-1]  # the least on the GPU first

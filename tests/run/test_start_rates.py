@@ -143,34 +143,32 @@ def session(drive: Path, told: list[str], **keys: object) -> Plan:
 
 @pytest.mark.slow
 def test_a_session_measures_if_ten_steps_move_enough(cache: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few, many = list[str](), list[str]()
-    plan = session(drive, few)
-    assert not [line for line in few if line.startswith("measured")]
-    assert plan.forecast.step is None
-    moved = 10 * sum(one.read + one.written for one in plan.traffic)
-    monkeypatch.setattr(machine_rates, "_WORTH_BYTES", moved + 1)
-    session(drive, few)
-    assert not [line for line in few if line.startswith("measured")]
-    monkeypatch.setattr(machine_rates, "_WORTH_BYTES", moved)
-    session(drive, many)
-    starts = [line.partition(" ")[0] for line in many]
-    first = starts.index("measured")
-    assert starts[first : first + 2] == ["measured", "plan:"]
-    assert "a step takes" in many[first + 1]
-    session(drive, again := list[str]())
-    assert not [line for line in again if line.startswith("measured")]
+    def told(worth: int) -> list[str]:
+        monkeypatch.setattr(machine_rates, "_WORTH_BYTES", worth)
+        lines = list[str]()
+        plans.append(session(drive, lines))
+        return [line for line in lines if line.startswith(("measured", "plan:"))]
+
+    plans = list[Plan]()
+    assert len(told(machine_rates._WORTH_BYTES)) == 1
+    assert plans[0].forecast.step is None
+    moved = 10 * sum(one.read + one.written for one in plans[0].traffic)
+    assert len(told(moved + 1)) == 1
+    measured, plan = told(moved)
+    assert measured.startswith("measured")
+    assert "a step takes" in plan
+    assert len(told(moved)) == 1
 
 
 @pytest.mark.slow
 def test_a_drive_that_fails_leaves_the_defaults(
     cache: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = planned(drive, tmp_path / "run", *MANY)
-    messages: list[str] = []
+    before, messages = planned(drive, tmp_path / "run", *MANY), list[str]()
     monkeypatch.setattr(DriveFile, "__init__", MagicMock(side_effect=TrainerError("no space left")))
     assert machine_rates.rates_at_start(before, say=messages.append) == before.machine
-    assert "no space left" in messages[0]
     assert messages[0].startswith("note: this machine's speed could not be measured")
+    assert "no space left" in messages[0]
     assert not cache_file().exists()
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -120,7 +121,7 @@ class TimedUpdate:
 def beyond_caches(machine: MachineProfile) -> int:
     """Return the elements of an fp32 array that caches do not hold: 16 MiB for each thread, from 32 to 256 MiB.
 
-    Measurements take 12 to 16 bytes of memory for each, which is at most a quarter of what is available.
+    Measurements take up to 16 bytes for each, at most a quarter of the available memory.
     """
     return min((4 << 20) * min(max(torch.get_num_threads(), 2), 16), machine.ram_bytes // 64)
 
@@ -225,8 +226,8 @@ def _triad(size: int, *, seconds: float) -> Rate:
 def _rates_of_adding(kernel: CpuKernel, size: int, width: int, *, halving: bool, seconds: float) -> dict[str, Rate]:
     """Return bytes/s of adding 16-bit gradients to fp32 sums in RAM, without and with norms, by `sums_key`.
 
-    The gradients are of at most 256 square weights `width` wide, with `size` elements in total, which caches do not
-    hold. `halving`: as on a machine with a GPU, where the thread that adds is not the one that computes.
+    The gradients are of square weights `width` wide, with `size` elements in total, which caches do not hold.
+    `halving`: as on a machine with a GPU, where the thread that adds is not the one that computes.
     """
     weight = width**2
     count = max(1, min(256, size // weight))
@@ -349,11 +350,7 @@ def updates_of_run(kernel: str, format: StateFormat) -> list[TimedUpdate]:
 
 
 def _layer_rates(dtype: str, layer: LayerSizes, *, gpu: bool, seconds: float) -> dict[str, Rate]:
-    """Return FLOP/s of attention, values/s of element-wise work and logits/s of the loss, by `layer_key`.
-
-    The work is norms, the activation function and sums. Each of the three is timed for about `seconds`, forward and
-    backward separately. On a CPU with 16-bit units they take longer than the products.
-    """
+    """Return FLOP/s of attention, values/s of element-wise work and logits/s of the loss, by `layer_key`."""
     tokens, width, device = layer.tokens, layer.width, torch.device("cuda" if gpu else "cpu")
     # A GPU that computes one row only waits for the next kernel to be called.
     rows, lost = (max(1, layer.matrix[0] // tokens), _LOSS_ON_GPU) if gpu else (1, _LOSS_ON_CPU)
@@ -526,8 +523,7 @@ def _computation_lost(move: Callable[[], tuple[int, float]], *, seconds: float) 
     """Return the bytes, read and written, that `move` moves while all cores lose one second of computation to it.
 
     `move` returns the bytes each way and the time. The computation is a matrix product, timed for half of `seconds`
-    before and after it. Transfers take time of the cores, as copies in a virtual machine do, or bandwidth of memory. A
-    product waits for the slowest of its threads, so it loses more than the transfers take of one core.
+    before and after it. A product waits for the slowest of its threads, so it loses more than transfers take of a core.
     """
     given, weight = torch.randn(_ROWS, _SIDE), torch.randn(_SIDE, _SIDE)
 
@@ -551,10 +547,7 @@ def _computation_lost(move: Callable[[], tuple[int, float]], *, seconds: float) 
 
 
 def bench_links(known: Links, *, ranks: int, say: Callable[[str], None]) -> Links:
-    """Return `known` with the rates that `ranks` processes on this machine measure together.
-
-    Raises TrainerError, with the error of the rank, if one of them fails.
-    """
+    """Return `known` with the rates that `ranks` processes measure together. Raises TrainerError if one fails."""
     say(f"bench: links between {ranks} ranks")
     with scratch("offload-trainer-links-") as folder:
         try:
@@ -583,36 +576,27 @@ def run_rank(rank: int, ranks: int, folder: Path) -> None:
     part = size // ranks
     whole = ranks * part
 
-    def seconds(work: Callable[[], object], *, alone: bool = False) -> float:
-        """Return the median time of the slowest rank, or with `alone` of rank 0 working alone; all ranks must call."""
+    def timed(work: Callable[[], object], moved: int, what: str) -> Rate:
+        """Return the bytes/s of the slowest rank; all ranks must call."""
         taken = []
         for _ in range(_TIMES + 1):  # the first is not counted
             all_ranks.wait_for_all()
             start = time.perf_counter()
-            if rank == 0 or not alone:
-                work()
+            work()
             if gpu:
                 torch.cuda.synchronize()
             taken.append(max(all_ranks.all_gather_json(time.perf_counter() - start)))
-        return median(taken[1:])
+        how = f"{format_bytes(moved)} for each of {ranks} ranks at once, the slowest, median of {_TIMES}"
+        return Rate(moved / median(taken[1:]), "measured", f"{what}: {how}")
 
-    def copied(work: Callable[[], object]) -> Rate:
-        once, alone = seconds(work), seconds(work, alone=True)
-        how = f"{format_bytes(size)} by each of {ranks} ranks at once, the slowest, median of {_TIMES}"
-        return Rate(size / once, "measured", f"{how}; one alone: {size / alone / 1e9:.3g} GB/s")
-
-    def joined(work: Callable[[], object], what: str) -> Rate:
-        moved = whole - part
-        how = f"{format_bytes(moved)} to each of {ranks} ranks, {'NCCL' if gpu else 'gloo'}, median of {_TIMES}"
-        return Rate(moved / seconds(work), "measured", f"{what}, {how}")
-
-    parts = device[:whole].view(ranks, part)
+    parts, moved, by = device[:whole].view(ranks, part), whole - part, "NCCL" if gpu else "gloo"
+    gather = partial(all_ranks.all_gather_parts, device[:whole], rank, group=between)
     found = Links(
         ranks=ranks,
-        to_device_at_once=copied(lambda: device.copy_(host, non_blocking=True)),
-        from_device_at_once=copied(lambda: host.copy_(device, non_blocking=True)),
-        all_gather=joined(lambda: all_ranks.all_gather_parts(device[:whole], rank, group=between), "all-gather"),
-        all_to_all=joined(lambda: all_ranks.all_to_all(parts, group=between), "all-to-all"),
+        to_device_at_once=timed(lambda: device.copy_(host, non_blocking=True), size, "copies"),
+        from_device_at_once=timed(lambda: host.copy_(device, non_blocking=True), size, "copies"),
+        all_gather=timed(gather, moved, f"all-gather, {by}"),
+        all_to_all=timed(lambda: all_ranks.all_to_all(parts, group=between), moved, f"all-to-all, {by}"),
     )
     if rank == 0:
         (folder / "links.json").write_text(json.dumps(asdict(found)))

@@ -1,10 +1,7 @@
 """Measure this machine and its drives as a run would use them, and cache the rates for plans.
 
-`bench_here` is the `bench` command, which takes a minute or two. `rates_at_start` takes a few seconds: a run that
-starts without rates measures what its choices depend on (is_due), and plans again with the result.
-
-Rates are those of the whole machine, whose processor and drives its ranks share. One process measures them with the
-threads of all ranks: the `bench` command itself, or rank 0 at a start, while the other ranks wait.
+`bench_here` is the `bench` command. `rates_at_start` takes seconds: a run that starts without rates measures what its
+choices depend on, and plans again. Ranks share processor and drives, so one process measures with the threads of all.
 """
 
 import os
@@ -90,9 +87,8 @@ def _keep(timed: MachineProfile, *, say: Callable[[str], None]) -> None:
 def is_due(planned: Planned, *, steps: int | None = None) -> bool:
     """Return whether a run of `steps` (None: those of its configuration) should measure rates before it starts.
 
-    It should if the plan fits, could not predict its step, and has choices that rates decide: the update schedule, and
-    on a GPU also the placement and the recomputed blocks. Short runs start without. So do runs on several machines,
-    whose network nothing here measures; of stock ZeRO's ranks the plan does not know the machines.
+    It should if the plan fits, could not predict its step, and has choices that rates decide. Short runs start without.
+    So do runs on several machines; of stock ZeRO's ranks the plan does not know the machines.
     """
     plan, on_gpu, steps = planned.plan, planned.machine.gpu is not None, steps or planned.config.train.steps
     work = plan.work
@@ -107,8 +103,8 @@ def is_due(planned: Planned, *, steps: int | None = None) -> bool:
 def is_due_in_session(planned: Planned) -> bool:
     """Return whether a session, which does not know its number of steps, should measure rates before it starts.
 
-    It should if a run of ten such steps should. A CPU that computes 16-bit products in fp32 is left out: a run replaces
-    torch's products there (`engine/cpu_matmul.py`), which a session does not, and both would store one rate.
+    A CPU that computes 16-bit products in fp32 is left out: a run replaces torch's products there
+    (`engine/cpu_matmul.py`), which a session does not, and both would store one rate.
     """
     dtype = planned.config.model.dtype
     own = planned.machine.gpu is not None or dtype == "fp32" or cpu_units.has_native_16bit(DTYPES[dtype])
@@ -154,7 +150,7 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
     """Measure what `rates_at_start` says on this rank; if that fails, say so and return the machine as it is.
 
     By the budget below this takes 4.9 s, and 3.3 s for each further drive; two slow cores and a drive of 400 MB/s took
-    5 to 13 s. On a new machine the update kernel is built before, as the run would.
+    5 to 13 s.
     """
     config, machine = planned.config, planned.machine
     if machine.gpu is None:

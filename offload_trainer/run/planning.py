@@ -65,11 +65,7 @@ class Planned:
 
 
 def plan_run(
-    config: TrainConfig,
-    *,
-    nodes: int = 1,
-    again: Planned | None = None,
-    like: TrainConfig | None = None,
+    config: TrainConfig, *, nodes: int = 1, again: Planned | None = None, like: TrainConfig | None = None
 ) -> Planned:
     """Plan a run on this machine, or on `nodes` machines like it.
 

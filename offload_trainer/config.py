@@ -258,9 +258,8 @@ class ParallelSection(_Section):
     architectures with a tensor-parallel plan in transformers"""
     sequence: PositiveInt = 1
     """tiered only: ranks that share each row (Ulysses); refused for models whose results a trial shows to change"""
-    pipeline: PositiveInt | Auto = 1
-    """tiered only: ranks of a node that compute one model together, with one rank's bits. auto: all of a node if
-    faster, with as many times --accumulate for the same rows a step"""
+    pipeline: PositiveInt = 1
+    """tiered only: ranks of a node that compute one model together, with one rank's bits"""
 
 
 class TieredSection(_Section):

@@ -65,7 +65,7 @@ def compare_modes(
         raise UserError(
             "--parallel compares ways to divide a step over ranks, and there is only one rank: add --gpus N"
         )
-    source = model_of(config.with_keys("parallel", pipeline="auto"))  # which also looks for why there can be none
+    source = model_of(config.with_keys("parallel", pipeline=world))  # which also looks for why there can be none
     shape, whole = source.shape, ""  # why ranks cannot share rows of this model
     try:
         refuse_pieces(source.meta())

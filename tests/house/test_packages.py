@@ -20,7 +20,7 @@ from commands import TINY, environment
 from sample_plans import SHAPES
 
 from offload_trainer import packages
-from offload_trainer.engine import op_builder
+from offload_trainer.engine import deepspeed as stock
 from offload_trainer.errors import TrainerError, UserError, explain
 from offload_trainer.packages import OPTIONAL, REQUIRED, explain_import, is_installed, to_install, too_old
 from offload_trainer.plan.machine import _CU126, MachineProfile, read_machine
@@ -124,9 +124,9 @@ def test_auto_never_picks_what_is_not_installed() -> None:
 
 def test_a_broken_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that is installed but broken is reported as such; DeepSpeed fails so without a CUDA toolkit."""
-    monkeypatch.setattr(op_builder, "is_installed", lambda name: True)
+    monkeypatch.setattr(stock, "is_installed", lambda name: True)
     broken = "--engine deepspeed needs deepspeed, which is installed but cannot be imported: CUDA_HOME does not exist"
-    with pytest.raises(TrainerError, match=broken), op_builder.importing("deepspeed", feature="--engine deepspeed"):
+    with pytest.raises(TrainerError, match=broken), stock.importing("deepspeed", feature="--engine deepspeed"):
         raise RuntimeError("CUDA_HOME does not exist")
 
 

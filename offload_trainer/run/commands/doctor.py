@@ -122,7 +122,7 @@ def _stock_tools(*, needed: bool, drive: bool) -> Iterator[Check]:
             yield Check("deepspeed", "ok", "not installed (only --engine deepspeed needs it)")
         return
     yield Check("deepspeed", "ok", version("deepspeed"))
-    from offload_trainer.engine.op_builder import is_built, load_kernel
+    from offload_trainer.engine.deepspeed import is_built, load_kernel
 
     for name, wanted in (("cpu_adam", needed), ("async_io", needed and drive)):
         if not wanted:

@@ -316,34 +316,28 @@ def make_pages(elements: int, *, page: int, format: StateFormat, place: str = "c
     return pages
 
 
-def available_updates(*, say: Callable[[str], None]) -> list[TimedUpdate]:
-    """Return the updates that can run here; `say` receives the reason for each one left out.
+def timed_updates(
+    names: Sequence[str], formats: Sequence[StateFormat], *, say: Callable[[str], None]
+) -> list[TimedUpdate]:
+    """Return the updates that can run here: by the CPU kernels `names`, the fastest with each format, and on the GPU.
 
-    These are this package's kernels, the fastest of them with each format of state, and the one for state on the GPU.
+    `say` receives the reason for each kernel that is left out.
     """
     found: list[TimedUpdate] = []
-    for name in ("native", "torch"):
+    for name in names:
         try:
             kernel, _ = choose_kernel(name)
         except UserError as error:
             say(f"bench: {name} kernel left out: {error}")
             continue
-        found += [TimedUpdate(kernel, format) for format in ADAMW_FORMATS[: 1 if found else None]]
+        found += [TimedUpdate(kernel, format) for format in formats[: 1 if found else None]]
     if torch.cuda.is_available():
         there, words = choose_cuda_kernel(torch.device("cuda"))
         if there is None:
             say(f"bench: {words}")
         else:
-            found += [TimedUpdate(there, format) for format in ADAMW_FORMATS]
+            found += [TimedUpdate(there, format) for format in formats]
     return found
-
-
-def updates_of_run(kernel: str, format: StateFormat) -> list[TimedUpdate]:
-    """Return the updates that a run with `optim.kernel` and AdamW's state in `format` uses."""
-    chosen, _ = choose_kernel(kernel)
-    there = choose_cuda_kernel(torch.device("cuda"))[0] if torch.cuda.is_available() else None
-    found = [TimedUpdate(chosen, format)]
-    return found if there is None else [*found, TimedUpdate(there, format)]
 
 
 # -- the parts of a layer that are not matrix products, and the loss ---------------------------------------------------

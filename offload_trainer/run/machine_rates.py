@@ -19,7 +19,7 @@ from offload_trainer.machine.probe import probe_machine
 from offload_trainer.machine.rate_cache import keep_rates, refuse_unwritable
 from offload_trainer.optim import cpu_units
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.tiered.state_formats import ADAMW
+from offload_trainer.plan.tiered.state_formats import ADAMW, ADAMW_FORMATS
 from offload_trainer.plan.workload import Workload
 from offload_trainer.run.planning import Planned
 from offload_trainer.storage.owned_dirs import reason
@@ -61,7 +61,7 @@ def bench_here(config: TrainConfig, *, drive_bytes: int | None, say: Callable[[s
         say(f"bench: takes minutes, writes at most {most} to {len(machine.drives)} drive(s), and removes it afterwards")
     timed = bench.bench_machine(
         machine,
-        bench.available_updates(say=say),
+        bench.timed_updates(("native", "torch"), ADAMW_FORMATS, say=say),
         dtypes=bench.dtypes_to_time(machine, dtype),
         matrices=True,
         budget=budget,
@@ -130,7 +130,7 @@ def rates_at_start(planned: Planned, *, say: Callable[[str], None]) -> MachinePr
         copy_seconds=0.05,  # placement, order of micro-batches
     )
     layer, state = _layer_of(planned.plan.work, gpu=machine.gpu is not None), planned.plan.work.state
-    updates = bench.updates_of_run(config.optim.kernel, replace(state, rule=ADAMW))
+    updates = bench.timed_updates([config.optim.kernel], [replace(state, rule=ADAMW)], say=lambda _: None)
     start = time.perf_counter()
     try:
         # A caller's random numbers are those of a start that measures nothing, and equal on all ranks.

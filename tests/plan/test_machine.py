@@ -23,7 +23,7 @@ from offload_trainer.cli import main
 from offload_trainer.config import PlacementSection
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import bench, rate_cache
-from offload_trainer.machine.bench import TimedUpdate, available_updates, make_pages
+from offload_trainer.machine.bench import TimedUpdate, make_pages, timed_updates
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.optim import cuda_adam
 from offload_trainer.optim.kernel_api import TorchKernel
@@ -40,6 +40,7 @@ from offload_trainer.plan.machine import (
 )
 from offload_trainer.plan.memory import CUDA_CONTEXT
 from offload_trainer.plan.planner import make_plan, resolved
+from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS
 from offload_trainer.run import machine_rates, process_setup, train
 from offload_trainer.run.commands import doctor
 from offload_trainer.run.commands.plan import described
@@ -128,7 +129,7 @@ def test_rates_that_are_known_are_not_measured_again(timed: MachineProfile, monk
 
 def test_each_form_of_moments_is_timed_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the cache of all tests has compiled kernels
-    made = {update.name: update for update in available_updates(say=lambda line: None)}
+    made = {update.name: update for update in timed_updates(("native", "torch"), ADAMW_FORMATS, say=print)}
     assert {"native", "native.bf16", "native.8bit", "native.8bit_bf16_masters", "torch"} <= set(made)
     pages = make_pages(70_000, page=32_768, format=form("8bit"))
     assert [(page.first, page.grad.numel()) for page in pages] == [(0, 32_768), (32_768, 32_768), (65_536, 4464)]

@@ -91,7 +91,7 @@ def of_torch(**how: bool) -> Make:
 def deepspeed(state: State, casts: bool) -> Step:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    from offload_trainer.engine.op_builder import load_kernel
+    from offload_trainer.engine.deepspeed import load_kernel
 
     load_kernel("cpu_adam")
     return optimizer_step(state, casts, lambda ones: DeepSpeedCPUAdam(ones, **HYPER))

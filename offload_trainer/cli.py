@@ -120,7 +120,7 @@ def _plan(given: Namespace, words: list[str]) -> None:
     machine = None if given.machine is None else read_machine(given.machine)
     config = load_config(words, drives=[drive.directory for drive in machine.drives] if machine else None)
     machine = described(machine, config.placement.nvme) if machine else None
-    quieten(loads=machine is None)
+    quieten()
     if given.parallel or machine is None:
         values, text, plan = compare_modes(config, machine, given.nodes)
         _answer(given, values, lambda: text)
@@ -141,7 +141,7 @@ def _plan_here(given: Namespace, words: list[str]) -> None:
     from offload_trainer.run.checks import check_start, refuse, refuse_output
     from offload_trainer.run.planning import plan_run
 
-    planned = plan_run(config, longest=True)
+    planned = plan_run(config)
     plan, steps = planned.plan, config.train.known_steps
     _answer(given, plan.to_json(), lambda: plan.describe(steps=steps, full=given.explain))
     refuse(planned)

@@ -12,7 +12,7 @@ from pathlib import Path
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
 
-from offload_trainer.engine.op_builder import load_kernel
+from offload_trainer.engine.deepspeed import load_kernel
 from offload_trainer.storage.owned_dirs import scratch
 
 

@@ -37,7 +37,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from offload_trainer.config import TrainConfig
+from offload_trainer.config import ModelSection, TrainConfig
 from offload_trainer.data.rows import Batch, RowReader, split_rows
 from offload_trainer.data.tokenfile import TokenFile, write_tokens
 from offload_trainer.engine.tiered import TieredEngine
@@ -45,7 +45,6 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.machine import rate_cache
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import ModelSource, resolve_model, save_model_config
-from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.offloading.pages.manifest import files_of, read_description, read_newest, refuse_outside
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.plan.planner import make_plan
@@ -450,7 +449,7 @@ def config(folder: Path) -> Files:
     (folder / "profile.json").write_text(json.dumps(asdict(machine)))
     os.environ["OFFLOAD_TRAINER_CACHE"] = str(folder)
     rate_cache.keep_rates(machine)
-    shape = gpt2_shape(PRESETS["gpt2"])
+    shape = resolve_model(ModelSection(name="gpt2"), seed=0).shape
 
     def use() -> None:
         os.environ["OFFLOAD_TRAINER_CACHE"] = str(folder)

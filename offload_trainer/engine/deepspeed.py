@@ -8,19 +8,22 @@ DeepSpeed's configuration is a pure function that golden files test. No other mo
 """
 
 import logging
+import os
 import re
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
 from offload_trainer.config import DeepSpeedSection, OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
-from offload_trainer.engine.op_builder import importing, load_kernel
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.errors import TrainerError
 from offload_trainer.model.init_weights import set_buffer
@@ -29,14 +32,24 @@ from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.optim import loss_scale
 from offload_trainer.optim.loss_scale import CONSTANT, LossScale
 from offload_trainer.optim.state_files import BlockingSnapshot, EngineState, read_engine_state, read_tensors
+from offload_trainer.packages import is_installed, lacks, to_install
 from offload_trainer.plan.deepspeed import ZeroSizes
 from offload_trainer.plan.shape import decay_groups
 from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.plan.workload import Workload
 from offload_trainer.ranks import all_gather_json, join_torch
+from offload_trainer.stdio import write_now
+from offload_trainer.storage.locks import exclusive_lock
+from offload_trainer.storage.owned_dirs import reason
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.telemetry.meters import PhaseClock
+
+logger = logging.getLogger(__name__)
+
+_BUILDS = {"cpu_adam": ("cpu_adam",), "async_io": ("async_io", "pin_memory")}  # the extensions that each kernel builds
+_LONGEST_BUILD = 1800.0  # seconds that a build by another process may take
+PATIENCE = 5.0  # seconds after which a lock without a build is stale; loading a built extension takes less
 
 
 # Every key is written out, because DeepSpeed's defaults differ between versions and it ignores unknown keys silently.
@@ -157,9 +170,9 @@ def start_processes() -> tuple[int, int]:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     with importing("deepspeed", feature="--engine deepspeed"):
         import deepspeed
-        from deepspeed.utils import logger
+        from deepspeed.utils import logger as log
 
-    logger.setLevel(logging.WARNING)
+    log.setLevel(logging.WARNING)
     # This is a kernel for inference on several processes; training never calls it, and it takes 40 s to build.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not deepspeed.comm.is_initialized():
@@ -491,3 +504,99 @@ class Parts:
         parts = [torch.empty_like(part) for _ in range(self.count)]
         torch.distributed.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts, dim)
+
+
+# -- DeepSpeed's compiled kernels --------------------------------------------------------------------------------------
+
+
+def load_kernel(name: str) -> Any:
+    """Build or load DeepSpeed's kernel `cpu_adam` or `async_io` with a builder that needs no CUDA toolkit.
+
+    Return its module. Raises TrainerError if the build failed; the message contains the compiler's output.
+    """
+    with importing("deepspeed", feature=f"its kernel {name}"):
+        if name == "cpu_adam":
+            from deepspeed.ops.op_builder.cpu import CPUAdamBuilder as Builder
+        else:
+            from deepspeed.ops.op_builder import AsyncIOBuilder as Builder
+
+    return _load(Builder())
+
+
+@contextmanager
+def importing(package: str, *, feature: str) -> Iterator[None]:
+    """Turn errors of importing an optional package into TrainerError with advice; `feature` is what needs it.
+
+    Such packages raise more than ImportError, for example if a CUDA toolkit or a shared library is missing.
+    """
+    if package == "deepspeed" and not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"  # without it, DeepSpeed warns that it found none
+    try:
+        yield
+    except Exception as error:
+        if not is_installed(package):
+            raise TrainerError(lacks(feature, package)) from error
+        reason = " ".join(str(error).split())[:300]
+        raise TrainerError(
+            f"{feature} needs {package}, which is installed but cannot be imported: {reason}; reinstall it: "
+            f"{to_install(package)} --force-reinstall --no-deps"
+        ) from error
+
+
+def is_built(name: str) -> bool:
+    """Return whether a DeepSpeed kernel is compiled in torch's extension cache, without building it."""
+    try:
+        return is_installed("deepspeed") and (_build_directory(name) / f"{name}.so").exists()
+    except OSError:  # torch creates the directory when it returns its name
+        return False
+
+
+def _build_directory(name: str) -> Path:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return Path(_get_build_directory(name, False))
+
+
+def _load(builder: Any) -> Any:
+    # ninja is next to this interpreter, whose directory may be missing in PATH if the program is called by its path.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    try:
+        directory = _build_directory(builder.name)
+    except OSError as error:
+        raise TrainerError(
+            f"DeepSpeed's kernel {builder.name} could not be built: {reason(error)}; name a directory for it with "
+            "TORCH_EXTENSIONS_DIR"
+        ) from error
+    turn = directory.with_name(f"{builder.name}.turn")
+    with exclusive_lock(turn, say=write_now, patience=_LONGEST_BUILD) as (_, unlocked):  # exclude our other builds
+        for name in () if unlocked else _BUILDS[builder.name]:
+            remove_stale_lock(_build_directory(name))
+        try:
+            return builder.load(verbose=False)
+        except Exception as error:
+            raise TrainerError(
+                f"DeepSpeed's kernel {builder.name} could not be built: {' '.join(str(error).split())[:500]}\n"
+                "It needs g++ and ninja, and async_io needs Debian's libaio-dev."
+            ) from error
+
+
+def remove_stale_lock(directory: Path, *, patience: float = PATIENCE) -> None:
+    """Remove `directory/lock` if it stays for `patience` seconds while no process works in `directory`.
+
+    torch guards a build with this file. If the process is killed, it stays, and every later run would wait for it.
+    """
+    lock = directory / "lock"
+    deadline = time.monotonic() + patience
+    while lock.exists():
+        if _someone_works_in(directory):
+            deadline = time.monotonic() + patience
+        elif time.monotonic() > deadline:
+            logger.warning("%s: left behind by a killed build; removed", lock)
+            lock.unlink(missing_ok=True)
+        time.sleep(0.1)
+
+
+def _someone_works_in(directory: Path) -> bool:
+    """Return whether a build runs in `directory`: ninja and its compilers use it as their working directory."""
+    place = str(directory.resolve())
+    return any(process.info["cwd"] == place for process in psutil.process_iter(["cwd"]))

@@ -3,12 +3,8 @@
     probe -> bench_machine -> the same profile with rates        leaves no files
 
 Drives are timed through the run's own transfers, bypassing the page cache where that is possible, on random bytes,
-since some drives store zeros without writing them. The reported rate covers the whole transfer; the effect of a cache
-in the drive shrinks as more is written.
-
-Links are timed by one process per rank, with all ranks active. With GPUs each rank uses one; copies are from and to
-pinned memory, and the all-gather is NCCL's. Without GPUs, host memory replaces device memory and gloo replaces NCCL. A
-rate is the slowest rank's, since all ranks wait for it.
+since some drives store zeros without writing them. Links are timed by one process per rank, with all ranks active:
+between GPUs with NCCL, else in host memory with gloo. A rate is the slowest rank's, since all ranks wait for it.
 """
 
 import itertools
@@ -19,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -27,12 +24,16 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 from torch.nn import functional
 
 from offload_trainer import ranks as all_ranks
-from offload_trainer.engine.timed_updates import TimedUpdate
-from offload_trainer.errors import STORE, TrainerError
+from offload_trainer.errors import STORE, TrainerError, UserError
+from offload_trainer.offloading.pages.store import PageTable
 from offload_trainer.optim.cross_entropy import cross_entropy
-from offload_trainer.optim.kernels import CpuKernel
+from offload_trainer.optim.cuda_adam import choose_cuda_kernel
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange
+from offload_trainer.optim.kernels import CpuKernel, choose_kernel
+from offload_trainer.optim.moments import Noise, stored_field
 from offload_trainer.optim.muon import Products, orthogonalised
 from offload_trainer.optim.norms import Pieces
+from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.communication import piece_width
 from offload_trainer.plan.machine import (
     DriveFacts,
@@ -44,9 +45,13 @@ from offload_trainer.plan.machine import (
     has_bf16,
     layer_key,
     sums_key,
+    update_key,
 )
 from offload_trainer.plan.shape import loss_pieces
 from offload_trainer.plan.step_time import RATE, products_of
+from offload_trainer.plan.tiered.layout import Page
+from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, MOMENTS, StateFormat
+from offload_trainer.plan.tiers import RAM
 from offload_trainer.safe_files import parsed
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.owned_dirs import scratch
@@ -67,6 +72,8 @@ _ROWS, _SIDE = 256, 1024  # sizes of the product that is timed while a drive wor
 _LINK_ON_GPU, _LINK_ON_CPU = 256 << 20, 32 << 20  # bytes that each rank moves
 _TIMES = 8  # repetitions of a transfer between ranks
 VALUES = 16  # times the width: values per token that enter and leave a layer's products (`ModelShape.widths`)
+_ADAMW = AdamW(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
+_PATTERN = 1 << 18  # elements of typical masters and gradients, which are repeated
 
 
 @dataclass(frozen=True)
@@ -98,10 +105,23 @@ class Budget:
     copy_seconds: float = 0.5  # per rate of memory, and per direction between host memory and a GPU
 
 
+@dataclass(frozen=True)
+class TimedUpdate:
+    """AdamW with a kernel and a format of its state, from 16-bit gradients to 16-bit weights."""
+
+    kernel: Kernel
+    format: StateFormat = ADAMW_FORMATS[0]
+
+    @property
+    def name(self) -> str:
+        """Return the key of its rate in `Rates.update`."""
+        return update_key(self.kernel.name, self.format.name)
+
+
 def beyond_caches(machine: MachineProfile) -> int:
     """Return the elements of an fp32 array that caches do not hold: 16 MiB for each thread, from 32 to 256 MiB.
 
-    Measurements take 12 to 16 bytes of memory for each, which is at most a quarter of what is available.
+    Measurements take up to 16 bytes for each, at most a quarter of the available memory.
     """
     return min((4 << 20) * min(max(torch.get_num_threads(), 2), 16), machine.ram_bytes // 64)
 
@@ -206,8 +226,8 @@ def _triad(size: int, *, seconds: float) -> Rate:
 def _rates_of_adding(kernel: CpuKernel, size: int, width: int, *, halving: bool, seconds: float) -> dict[str, Rate]:
     """Return bytes/s of adding 16-bit gradients to fp32 sums in RAM, without and with norms, by `sums_key`.
 
-    The gradients are of at most 256 square weights `width` wide, with `size` elements in total, which caches do not
-    hold. `halving`: as on a machine with a GPU, where the thread that adds is not the one that computes.
+    The gradients are of square weights `width` wide, with `size` elements in total, which caches do not hold.
+    `halving`: as on a machine with a GPU, where the thread that adds is not the one that computes.
     """
     weight = width**2
     count = max(1, min(256, size // weight))
@@ -232,14 +252,6 @@ def _orthogonalising(width: int, *, gpu: bool, seconds: float) -> Rate:
     return _rate(products_of((width, width)), taken, f"a matrix of {width} x {width}")
 
 
-def _update(update: TimedUpdate, budget: Budget) -> Rate:
-    elements, page = budget.update_elements, budget.update_page
-    work, steps = update.begin(elements, page), itertools.count(1)
-    taken = _repeat(lambda: work(next(steps)), seconds=budget.update_seconds, least=5)
-    pages = f"pages of {page / 1e6:.3g} M" if page < elements else "one call"
-    return _rate(elements, taken, f"{elements / 1e6:.0f} M parameters in {pages}, casts in and out")
-
-
 def _copies(seconds: float) -> Rates:
     size = 256 << 20
     pinned, pinned_out = host_buffer(size, pinned=True), host_buffer(size, pinned=True)
@@ -261,15 +273,78 @@ def _copies(seconds: float) -> Rates:
     )
 
 
+# -- updates -----------------------------------------------------------------------------------------------------------
+
+
+def _update(update: TimedUpdate, budget: Budget) -> Rate:
+    elements, page, steps = budget.update_elements, budget.update_page, itertools.count(1)
+    place = "cuda" if update.kernel.name == "cuda" else "cpu"
+    updates = make_pages(elements, page=page, format=update.format, place=place)
+
+    def run() -> None:
+        step = next(steps)
+        noise = Noise(0, step) if update.format.stochastic else None
+        for one in updates:
+            parts = [ParamRange(0, len(one.grad), _ADAMW, step)]
+            update.kernel.update_page(replace(one, parts=parts, noise=noise))
+
+    taken = _repeat(run, seconds=budget.update_seconds, least=5)
+    pages = f"pages of {page / 1e6:.3g} M" if page < elements else "one call"
+    return _rate(elements, taken, f"{elements / 1e6:.0f} M parameters in {pages}, casts in and out")
+
+
+def make_pages(elements: int, *, page: int, format: StateFormat, place: str = "cpu") -> list[PageUpdate]:
+    """Return updates of `elements` parameters in pages of at most `page`, without their ranges.
+
+    Moments are zero; the first step, which is not timed, fills them.
+    """
+    table = PageTable([Page(0, at, min(page, elements - at), RAM) for at in range(0, elements, page)], format)
+    memory, sizes = host_buffer(sum(table.sizes)).split(table.sizes), [one.elements for one in table.pages]
+    narrow = [host_buffer(2 * elements).view(torch.bfloat16).split(sizes) for _ in range(2)]
+    master, gradient = 0.02 * torch.randn(2, _PATTERN, generator=torch.Generator().manual_seed(0))
+    pages = []
+    for number, (data, grad, out) in enumerate(zip(memory, *narrow, strict=True)):
+        fields = table.fields(number, data)
+        for values, field in ((master, fields["master"]), (gradient, grad)):
+            for part in field.split(_PATTERN):
+                part.copy_(values[: part.numel()])
+        for moment in MOMENTS:
+            stored_field(moment, fields).start_at_zero()
+        there = {name: field.to(place) for name, field in fields.items()}
+        start = table.pages[number].start
+        pages.append(PageUpdate(there, grad.to(place), out.to(place), [], format, 0.7, None, first=start))
+    return pages
+
+
+def timed_updates(
+    names: Sequence[str], formats: Sequence[StateFormat], *, say: Callable[[str], None]
+) -> list[TimedUpdate]:
+    """Return the updates that can run here: by the CPU kernels `names`, the fastest with each format, and on the GPU.
+
+    `say` receives the reason for each kernel that is left out.
+    """
+    found: list[TimedUpdate] = []
+    for name in names:
+        try:
+            kernel, _ = choose_kernel(name)
+        except UserError as error:
+            say(f"bench: {name} kernel left out: {error}")
+            continue
+        found += [TimedUpdate(kernel, format) for format in formats[: 1 if found else None]]
+    if torch.cuda.is_available():
+        there, words = choose_cuda_kernel(torch.device("cuda"))
+        if there is None:
+            say(f"bench: {words}")
+        else:
+            found += [TimedUpdate(there, format) for format in formats]
+    return found
+
+
 # -- the parts of a layer that are not matrix products, and the loss ---------------------------------------------------
 
 
 def _layer_rates(dtype: str, layer: LayerSizes, *, gpu: bool, seconds: float) -> dict[str, Rate]:
-    """Return FLOP/s of attention, values/s of element-wise work and logits/s of the loss, by `layer_key`.
-
-    The work is norms, the activation function and sums. Each of the three is timed for about `seconds`, forward and
-    backward separately. On a CPU with 16-bit units they take longer than the products.
-    """
+    """Return FLOP/s of attention, values/s of element-wise work and logits/s of the loss, by `layer_key`."""
     tokens, width, device = layer.tokens, layer.width, torch.device("cuda" if gpu else "cpu")
     # A GPU that computes one row only waits for the next kernel to be called.
     rows, lost = (max(1, layer.matrix[0] // tokens), _LOSS_ON_GPU) if gpu else (1, _LOSS_ON_CPU)
@@ -442,8 +517,7 @@ def _computation_lost(move: Callable[[], tuple[int, float]], *, seconds: float) 
     """Return the bytes, read and written, that `move` moves while all cores lose one second of computation to it.
 
     `move` returns the bytes each way and the time. The computation is a matrix product, timed for half of `seconds`
-    before and after it. Transfers take time of the cores, as copies in a virtual machine do, or bandwidth of memory. A
-    product waits for the slowest of its threads, so it loses more than the transfers take of one core.
+    before and after it. A product waits for the slowest of its threads, so it loses more than transfers take of a core.
     """
     given, weight = torch.randn(_ROWS, _SIDE), torch.randn(_SIDE, _SIDE)
 
@@ -467,10 +541,7 @@ def _computation_lost(move: Callable[[], tuple[int, float]], *, seconds: float) 
 
 
 def bench_links(known: Links, *, ranks: int, say: Callable[[str], None]) -> Links:
-    """Return `known` with the rates that `ranks` processes on this machine measure together.
-
-    Raises TrainerError, with the error of the rank, if one of them fails.
-    """
+    """Return `known` with the rates that `ranks` processes measure together. Raises TrainerError if one fails."""
     say(f"bench: links between {ranks} ranks")
     with scratch("offload-trainer-links-") as folder:
         try:
@@ -499,31 +570,25 @@ def run_rank(rank: int, ranks: int, folder: Path) -> None:
     part = size // ranks
     whole = ranks * part
 
-    def seconds(work: Callable[[], object], *, alone: bool = False) -> float:
-        """Return the median time of the slowest rank, or with `alone` of rank 0 working alone; all ranks must call."""
+    def timed(work: Callable[[], object], moved: int, what: str) -> Rate:
+        """Return the bytes/s of the slowest rank; all ranks must call."""
         taken = []
         for _ in range(_TIMES + 1):  # the first is not counted
             all_ranks.wait_for_all()
             start = time.perf_counter()
-            if rank == 0 or not alone:
-                work()
+            work()
             if gpu:
                 torch.cuda.synchronize()
             taken.append(max(all_ranks.all_gather_json(time.perf_counter() - start)))
-        return median(taken[1:])
+        how = f"{format_bytes(moved)} for each of {ranks} ranks at once, the slowest, median of {_TIMES}"
+        return Rate(moved / median(taken[1:]), "measured", f"{what}: {how}")
 
-    def copied(work: Callable[[], object]) -> Rate:
-        once, alone = seconds(work), seconds(work, alone=True)
-        how = f"{format_bytes(size)} by each of {ranks} ranks at once, the slowest, median of {_TIMES}"
-        return Rate(size / once, "measured", f"{how}; one alone: {size / alone / 1e9:.3g} GB/s")
-
-    taken = seconds(lambda: all_ranks.all_gather_parts(device[:whole], rank, group=between))
-    how = f"{format_bytes(whole - part)} to each of {ranks} ranks, {'NCCL' if gpu else 'gloo'}, median of {_TIMES}"
+    gather = partial(all_ranks.all_gather_parts, device[:whole], rank, group=between)
     found = Links(
         ranks=ranks,
-        to_device_at_once=copied(lambda: device.copy_(host, non_blocking=True)),
-        from_device_at_once=copied(lambda: host.copy_(device, non_blocking=True)),
-        all_gather=Rate((whole - part) / taken, "measured", f"all-gather, {how}"),
+        to_device_at_once=timed(lambda: device.copy_(host, non_blocking=True), size, "copies"),
+        from_device_at_once=timed(lambda: host.copy_(device, non_blocking=True), size, "copies"),
+        all_gather=timed(gather, whole - part, f"all-gather, {'NCCL' if gpu else 'gloo'}"),
     )
     if rank == 0:
         (folder / "links.json").write_text(json.dumps(asdict(found)))

@@ -1,21 +1,8 @@
 """Planning for the stock DeepSpeed engine: check its settings, and compute each placement's memory and time.
 
-A node has the share of its ranks of everything that ZeRO partitions. A GPU's PCIe link carries only what its rank owns:
-the rest comes from other GPUs. Traffic follows counted bytes, and memory is counted from DeepSpeed's source (0.19.8:
-stage_1_and_2.py, stage3.py, swap_tensor/). docs/benchmarks/predictions.md compares both with measurements.
-
-Each item says what is allocated throughout a step. In addition, the largest of these moments counts (per rank: e bytes
-per weight, W ranks with the same weights; a full gradient bucket has b elements; the largest weight has L, and at most
-l of them have their optimizer state on the rank):
-
-    model               activations with the gradients that are being computed, and weights that ZeRO-3 has gathered
-    full bucket         8 l for a gradient in fp64 (`set_norm_for_param_grad_in_gpu`), and e L if the largest weight
-                        exceeds a bucket; or the communication copies, which gloo duplicates: 2 e b. ZeRO-3 has all
-                        three: e b even for W = 1, fp32 on the way to a drive, and the last gathered weight
-    start               AutoTP shards weights that were built whole
-
-ZeRO-2 fills its bucket while gradients are computed, so the full bucket also counts at the model's moments; a peak at
-the head of a wide model has less of it.
+Memory is counted from DeepSpeed's source (0.19.8: stage_1_and_2.py, stage3.py, swap_tensor/). A node has the share of
+its ranks of everything that ZeRO partitions, and a GPU's PCIe link carries only what its rank owns: the rest comes from
+other GPUs. docs/benchmarks/predictions.md compares bytes and seconds with measurements.
 """
 
 from __future__ import annotations
@@ -73,15 +60,12 @@ _FP64 = 8
 
 @dataclass(frozen=True)
 class DeepSpeed:
-    """The settings of the DeepSpeed engine.
-
-    `moments` is optim.moment_dtype; "8bit" means bitsandbytes on the GPU. `tensor` is the number of AutoTP ranks.
-    """
+    """The settings of the DeepSpeed engine."""
 
     place: PlacementSection
     section: DeepSpeedSection
-    moments: str
-    tensor: int = 1
+    moments: str  # optim.moment_dtype; "8bit" means bitsandbytes on the GPU
+    tensor: int = 1  # AutoTP ranks
 
     name = "deepspeed"
 
@@ -240,10 +224,7 @@ class DeepSpeedCandidate:
         return Costs(traffic, bounds, list(as_traffic(collectives, here=work.here)), stretch=stretch, on_top=on_top)
 
     def _traffic(self) -> Iterator[Traffic]:
-        """Yield the bytes that a step moves.
-
-        With an NVMe optimizer that is 16 bytes per parameter each way, since fp32 gradients are swapped with the state.
-        """
+        """Yield the bytes that a step moves; an NVMe optimizer's fp32 gradients are swapped with its state."""
         work, e, micro = self.work, self.work.item_bytes, self.work.accumulate
         trained, total, drives = self._trained, -(-work.shape.parameters // work.nodes), self.machine.drives
         own = -(-work.shape.parameters // work.world)
@@ -308,7 +289,14 @@ class DeepSpeedCandidate:
 
     @property
     def items(self) -> list[Item]:
-        """Return a node's memory at its peak."""
+        """Return a node's memory at its peak: what is allocated throughout a step, and the largest of these moments.
+
+        - The model's: activations with gradients that are being computed, and weights that ZeRO-3 has gathered.
+        - A full bucket: the largest weight's gradient in fp64 (`set_norm_for_param_grad_in_gpu`), and again if it
+          exceeds a bucket; or the communication copies, which gloo duplicates. ZeRO-3 has all three, also for one rank,
+          fp32 on the way to a drive, and the last gathered weight.
+        - The start with AutoTP, which shards weights that were built whole.
+        """
         work, e, here, row = self.work, self.work.item_bytes, self.work.here, self.work.seq_len
         # Stages 2 and 3 free a gradient when it is reduced, but a tied head's waits for the embedding's.
         reduced = self.placement.stage > 1
@@ -463,11 +451,10 @@ def _largest_sub_group(shape: ModelShape, size: int, *, world: int) -> int:
 
 
 def _weight_buffers(shape: ModelShape, *, window: int, world: int, item_bytes: int) -> int:
-    """Return the number of weight buffers: the most weights that are gathered at one time, one per buffer.
+    """Return the number of weight buffers: the most swappable weights in any window of `window` elements, and a margin.
 
     DeepSpeed releases weights only when more than `max_live` elements are gathered, and fails if no buffer is free for
-    the next module. This returns the largest number of swappable weights in any window of `window` elements, plus a
-    margin for the module in use and for the head, which tied embeddings fetch at both ends.
+    the next module. The margin is for the module in use and the head, which tied embeddings fetch at both ends.
     """
     sizes = [weight.numel for weight in shape.weights if weight.numel * item_bytes // world >= _SWAPPABLE_BYTES]
     ends = [0, *accumulate(sizes)]

@@ -1,9 +1,8 @@
 """The machine profile that plans are computed from: memory sizes, drives, links and measured rates, with their origin.
 
-A profile is probed (`machine/probe.py`), benchmarked (`machine/bench.py`), or read from a file. Files are the output of
-`offload-train bench --json` on another machine. Named machines are put together from the parts in machines.json (cards,
-buses, memory, drives), whose numbers are published measurements, specifications or assumptions. This module does not
-import torch, so that planning stays light.
+A profile is probed (`machine/probe.py`), benchmarked (`machine/bench.py`), or read from the output of `offload-train
+bench --json` on another machine. Named machines are put together from the parts in machines.json (cards, buses, memory,
+drives), whose numbers are published measurements, specifications or assumptions.
 """
 
 import difflib
@@ -39,10 +38,7 @@ class Rate:
 
 @exact_record
 class DriveRates:
-    """Bytes per second of a drive; `mixed_*` are the rates of simultaneous reading and writing.
-
-    Each rate's source says over how many bytes it was measured.
-    """
+    """Bytes per second of a drive; `mixed_*` are the rates of simultaneous reading and writing."""
 
     read: Rate
     write: Rate
@@ -108,10 +104,7 @@ def sums_key(kernel: str, *, measured: bool) -> str:
 
 @exact_record
 class Links:
-    """Rates of communication between ranks, and of copies while all ranks copy; None if absent or unknown.
-
-    `bench` measures those between the ranks of one machine.
-    """
+    """Rates of communication between ranks, and of copies while all ranks copy; None if absent or unknown."""
 
     between_gpus: Rate | None = None  # bytes/s each way per GPU over NVLink or similar; None: through host memory
     network: Rate | None = None  # bytes/s each way of one machine, all its adapters together
@@ -241,10 +234,7 @@ _NEWER = "install a newer torch: https://pytorch.org/get-started/locally"
 
 
 def card_mistakes(machine: MachineProfile, *, dtype: str) -> Iterator[tuple[str, str]]:
-    """Yield why the GPU cannot train in `dtype` with the installed torch, as pairs (what is wrong, what to do).
-
-    There are none if the capability is unknown.
-    """
+    """Yield why the GPU cannot train in `dtype` with the installed torch, as pairs (what is wrong, what to do)."""
     capability, built = machine.capability, machine.built_for
     if machine.gpu is None or capability is None:
         return

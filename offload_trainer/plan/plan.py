@@ -21,16 +21,6 @@ _LINES, _REJECTED = 25, 2  # lines of the screen, and placements that it rejects
 _MOST = 3  # items of a tier that the screen names
 
 
-@dataclass(frozen=True)
-class UpdateSchedule:
-    """The forecast of one update schedule."""
-
-    words: str  # the command-line setting
-    seconds: float | None  # seconds per step; None if unknown
-    tokens: int | None  # tokens per step from which on the update is at most a tenth of the step
-    why_not: str = ""  # why it is not possible, or ""
-
-
 # Filesystems of which a plan uses several directories: of each of these, all of the run's directories there, and the
 # free bytes.
 Shared = dict[str, tuple[tuple[str, ...], int]]
@@ -55,10 +45,7 @@ class Plan:
     forecast: Forecast
     rejected: tuple[tuple[str, str], ...]  # (placement, reason)
     notes: tuple[str, ...]
-    ways: tuple[UpdateSchedule, ...] = ()  # the update schedules that the configuration left open
-    way: str = ""  # the schedule that was chosen
     faster: tuple[tuple[float, str], ...] = ()  # (seconds per step, setting) of settings that change results
-    longest_row: int | None = None  # the longest row in tokens that would still fit; None: not computed
     shared: Shared = field(default_factory=dict)
     too_large: str = ""  # a sentence about a unit of the model that exceeds the device's memory, or ""
     fits_with: tuple[str, ...] | None = None  # words of the command with which it would fit; None: not looked for
@@ -123,8 +110,6 @@ class Plan:
             "traffic": [asdict(moved) for moved in self.traffic],
             "links": [asdict(moved) for moved in self.links],
             "faster": [{"seconds": seconds, "words": words} for seconds, words in self.faster],
-            "ways": [{**asdict(way), "taken": way.words == self.way} for way in self.ways],
-            "longest_row": self.longest_row,
             "too_large": self.too_large or None,
             "rejected": [{"placement": name, "reason": reason} for name, reason in self.rejected],
             "notes": list(self.notes),
@@ -139,7 +124,7 @@ class Plan:
             f"micro-batches of {work.micro_batch} x {work.seq_len}, {self.title}",
             f"  {self.homes}{f'; gradient checkpointing{some}' if count else ''}",
             *self._describe_tiers(full=full),
-            *self._describe_seconds(steps, full=full),
+            *self._describe_seconds(steps),
         ]
         nearest = sorted(self.rejected, key=lambda one: not one[1].startswith("fits"))[:_REJECTED]
         rejected = [f"  rejected: {name}: {reason}" for name, reason in (self.rejected if full else nearest)]
@@ -153,7 +138,7 @@ class Plan:
         for told, into in (*((note, last) for note in notes), *((one, lines) for one in rejected)):
             if len(lines) + len(last) + len(folded := fold(told)) < _LINES:  # rejections go first where room is short
                 into += folded
-        more = "  more: all items, schedules and rejections: `offload-train plan ... --explain`"
+        more = "  more: all items and rejections: `offload-train plan ... --explain`"
         return "\n".join([*lines, *last, more])
 
     def _describe_tiers(self, *, full: bool) -> list[str]:
@@ -181,32 +166,21 @@ class Plan:
                 largest = sorted(items, key=lambda item: -item.bytes)[:_MOST]
                 lines[-1] += f": {'; '.join(f'{item.name} {format_bytes(item.bytes)}' for item in largest)}"
         lines += [f"  {self.too_large}"] if self.too_large else []
-        if self.longest_row == 0:
-            lines.append("  rows of any length: not even the shortest fit with these settings")
-        elif self.longest_row is not None:
-            work, longer = self.work, "; rows longer than this plan's may need another placement"
-            lines.append(
-                f"  rows of up to {self.longest_row} tokens fit (--seq-len), {work.micro_batch} in a micro-batch"
-                f"{longer if self.longest_row > work.seq_len else ''}"
-            )
         return lines
 
-    def _describe_seconds(self, steps: int | None, *, full: bool) -> list[str]:
+    def _describe_seconds(self, steps: int | None) -> list[str]:
         """Return the seconds of a step, of its phases and of the run, what limits each phase, and what would change.
 
         Without a forecast these are the rates that are missing, and the command that measures them.
         """
-        found, step, ways = self.forecast, self.forecast.step, [way for way in self.ways if way.words != self.way]
-        of_step = self.work.tokens
+        found, step, of_step = self.forecast, self.forecast.step, self.work.tokens
         if step is None:
             untimed = dict.fromkeys(bound.what for bound in found.bounds if bound.seconds is None)
             drives = dict.fromkeys(moved.place for moved in self.traffic if moved.place != DEVICE_COPIES)
             command = " ".join(["offload-train bench", *(f"--nvme {quote(drive)}" for drive in drives)])
-            others = ", ".join(way.words for way in ways if not way.why_not)
-            chooses = f"; auto then chooses the fastest of {self.way} (the current choice), {others}" if others else ""
             return [
                 f"  seconds a step: unknown, this machine was not timed for: {'; '.join(untimed)}",
-                f"    run `{command}` once to time it{chooses}",
+                f"    run `{command}` once to time it",
             ]
         total = f", {format_seconds(steps * step)} for {steps} steps" if steps else ""
         lines = [f"  a step takes {format_seconds(step)}, {format_count(of_step / step)} tokens/s{total}"]
@@ -220,14 +194,9 @@ class Plan:
         if found.ahead:
             longer = format_seconds(found.if_clipped)
             lines.append(f"    if the gradient turns out to need clipping or the step is skipped: up to {longer} more")
-        timed = [f"{way.words} {format_seconds(way.seconds)}" for way in ways if way.seconds is not None]
-        if full and timed:
-            lines.append(f"    auto chose {self.way}; estimated step with {', '.join(timed)}")
-        lines += [f"    auto ruled out {way.why_not}" for way in ways if full and way.why_not]
         tokens = tokens_that_hide_the_update(found, tokens=of_step)
         if tokens and tokens > of_step:
             least = f"from {format_count(tokens)} tokens a step on (--accumulate)"
-            more = [f"with {way.words} from {format_count(way.tokens)} on" for way in ways if way.tokens]
-            lines.append(f"    {'; '.join([f'{least}, a step waits for the update at most 10% of its time', *more])}")
+            lines.append(f"    {least}, a step waits for the update at most 10% of its time")
         told = " or ".join(f"{format_seconds(seconds)} a step with {words}" for seconds, words in self.faster)
         return [*lines, f"  faster, with other results: {told}"] if told else lines

@@ -1,36 +1,37 @@
-"""Choose the engine, placement and update schedule for a configuration on a machine.
+"""Choose the engine, placement and update schedule for a configuration on a machine, and check the configuration.
 
     MachineProfile + ModelShape + TrainConfig  ->  make_plan  ->  Plan
 
-Each engine's module lists its candidate placements and checks its settings. The planner takes the fastest candidate
-that fits, or the first one that fits if the machine has not been benchmarked. The same inputs give the same plan.
+Each engine's module lists its candidate placements. The planner takes the fastest candidate that fits, or the first one
+that fits if the machine has not been benchmarked.
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from offload_trainer.config import ModelSection, TrainConfig
+from offload_trainer.config import STREAM, ModelSection, OptimSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.packages import lacks
-from offload_trainer.plan.engines import Candidate, Engine, engine_of
+from offload_trainer.plan.deepspeed import DeepSpeed, DeepSpeedCandidate
 from offload_trainer.plan.machine import MachineProfile, card_mistakes, has_bf16
 from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, image_note, reserve_items, saved_items, with_rate
-from offload_trainer.plan.plan import Plan, Shared, UpdateSchedule
+from offload_trainer.plan.plan import Plan, Shared
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic, forecast, stands_for, tokens_that_hide_the_update
-from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, WORTH, Tiered, TieredCandidate
+from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic, forecast, stands_for
+from offload_trainer.plan.tiered.engine import FULL, WORTH, Tiered, TieredCandidate
 from offload_trainer.plan.tiered.spec import layouts_of
-from offload_trainer.plan.tiered.state_formats import BF16, state_format
+from offload_trainer.plan.tiered.state_formats import BF16, FORMATS, RULES, state_format
 from offload_trainer.plan.tiered.weight_streaming import at_once
-from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item
+from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, TierKind
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 LONGEST_ROW = 1024  # tokens, if the length of a row is `auto` and the model's context is not shorter
-_ROWS = 256  # row lengths are searched in multiples of this many tokens
 _ALIKE = 1.05  # steps within this factor count as equally fast
+
+Engine = Tiered | DeepSpeed
+Candidate = TieredCandidate | DeepSpeedCandidate  # one placement of an engine, with its costs
 
 
 def make_plan(
@@ -47,24 +48,6 @@ def make_plan(
     `machine` stands for each of `nodes` machines, which have the same number of the `world` ranks. `saves`: count
     checkpoints, or an export, on the drive of `machine.output`. Raises UserError for settings that cannot be combined.
     """
-    plans, refused = list[tuple[str, Plan]](), dict[str, UserError]()
-    for way in divisions(config, world=world // nodes):
-        name = f"parallel.pipeline={way.parallel.pipeline}"
-        try:
-            plans.append((name, _plan_of_way(way, shape, machine, world=world, nodes=nodes, saves=saves)))
-        except UserError as error:
-            refused[name] = error
-    if not plans:
-        raise next(iter(refused.values()))
-    chosen = _choose(plans, untimed="not timed")
-    whys = ((name, str(why).removeprefix(f"{name}: ").removesuffix("; leave it out")) for name, why in refused.items())
-    return replace(chosen, rejected=(*whys, *chosen.rejected))
-
-
-def _plan_of_way(
-    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int, saves: bool
-) -> Plan:
-    """Return the plan of ranks that are data-parallel, or of a pipeline."""
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, machine)})
     engine, work = engine_of(config), workload(config, shape, world=world, nodes=nodes, saves=saves)
     machine = at_once(machine, ranks=work.here)
@@ -83,11 +66,16 @@ def _plan_of_way(
     return replace(chosen, faster=tuple(_faster_formats(engine, chosen, work, machine)))
 
 
+def engine_of(config: TrainConfig) -> Engine:
+    """Return the configured engine with its settings."""
+    place, name = config.placement, config.placement.engine_name
+    if name == "tiered":
+        return Tiered(place, config.tiered)
+    return DeepSpeed(place, config.deepspeed, config.optim.moment_dtype, config.parallel.tensor)
+
+
 def resolved(config: TrainConfig, plan: Plan) -> TrainConfig:
-    """Return the configuration with the dtype, checkpointing and division over ranks of its plan."""
-    if config.parallel.pipeline == "auto":
-        config = config.with_keys("parallel", pipeline=plan.work.pipeline)
-        config = config.with_keys("train", gradient_accumulation_steps=plan.work.accumulate)
+    """Return the configuration with the dtype and the checkpointing of its plan."""
     count, found = plan.work.checkpointed, dict[str, object]()
     if count or not config.model.offload_activations:  # off would be refused with offload_activations
         found["activation_checkpointing"] = "off" if not count else "on" if count == plan.work.shape.layers else count
@@ -96,39 +84,19 @@ def resolved(config: TrainConfig, plan: Plan) -> TrainConfig:
     return config.with_keys("model", **found)
 
 
-# -- data-parallel ranks or a pipeline ---------------------------------------------------------------------------------
-
-
-def divisions(config: TrainConfig, *, world: int) -> list[TrainConfig]:
-    """Return the ways to divide a step over a node's `world` ranks that `parallel.pipeline` allows.
-
-    For `auto`, what is written counts for data-parallel ranks. A pipeline has `world` times as many micro-batches,
-    since its ranks share them, and so the same rows a step.
-    """
-    if config.parallel.pipeline != "auto":
-        return [config]
-    micro = config.train.gradient_accumulation_steps
-    return [
-        config.with_keys("parallel", pipeline=count).with_keys("train", gradient_accumulation_steps=count * micro)
-        for count in sorted({1, world})
-    ]
-
-
 # -- the best of an engine's schedules and placements ----------------------------------------------------------------
 
 
 def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile, *, default: Plan) -> Plan:
     """Return the plan with the number of checkpointed blocks that makes a step shortest; `default` has all or none.
 
-    A block that is not checkpointed is not recomputed, and what it keeps takes the place of optimizer state on the
-    device. Another number than the default's must save `WORTH` of the step, since forecasts are inexact and the state
-    moves to slower tiers; it may not write more to drives, which wear out. Without a forecast the default stays if it
-    fits, else as few blocks as fit are checkpointed. If no number fits, all are.
+    Another number than the default's must save `WORTH` of the step, since forecasts are inexact and the state moves to
+    slower tiers; it may not write more to drives, which wear out. Without a forecast the default stays if it fits, else
+    as few blocks as fit are checkpointed. If no number fits, all are.
 
-    A CPU that computes the model shares its cores with the update and the transfers, so computation is not free where
-    the forecast hides it behind a drive. With all state of gpt2-medium on a drive of 419 MB/s, a step of 1,024 tokens
-    took 11.6 s without recomputation and 13.6 s with it. There, of the numbers whose steps are within `_ALIKE` of the
-    shortest, the one that computes least is therefore taken, also if it saves `WORTH` of the step in computation alone.
+    A CPU that computes the model shares its cores with the update and the transfers: with all state of gpt2-medium on a
+    drive of 419 MB/s, a step of 1,024 tokens took 11.6 s without recomputation and 13.6 s with it. There, of the
+    numbers whose steps are within `_ALIKE` of the shortest, the one that computes least is therefore taken.
     """
     shape, layers, step = work.shape, work.shape.layers, default.forecast.step
     may_gain = default.fits and default.work.checkpointed and step is not None
@@ -180,69 +148,48 @@ def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile,
 def _best(engine: Engine, work: Workload, machine: MachineProfile) -> Plan:
     """Return the plan with the best placement and, if the tiered engine leaves that open, update schedule.
 
-    An update that starts during the backward replaces the default only if it gains enough. Without drives, nothing is
-    said of the others unless it does.
+    An update that starts during the backward replaces the default only if it gains enough. If nothing is on drives, it
+    is only tried if the rest of the update is a worthwhile share of the step.
     """
     first = _best_placement(engine, work, machine)
-    if not isinstance(engine, Tiered) or engine.section.overlap != "auto":
+    if not isinstance(engine, Tiered) or engine.section.overlap != "auto" or engine.section.state_copies == 1:
         return first
     found, step, update = first.forecast, first.forecast.step, first.forecast.seconds["update"]
     in_memory = first.fits and not first.uses_drives
-    # What no other work hides of the update must be a worthwhile share of the step.
     if in_memory and (step is None or update is None or update - found.hidden < WORTH * step):
         return first
-    default, other = (FORWARD, OFF) if found.behind else (OFF, FORWARD)
     full = replace(engine, section=engine.section.model_copy(update={"overlap": "backward"}))
-    why_not, may_have_two_copies = full.why_not_full(work, machine), engine.section.state_copies != 1
-    best, taken, tried = first, default, [_schedule_of(default, first)]
-    if first.fits:
-        toggled = replace(found, behind=not found.behind, hidden=found.could_hide)
-        tried.append(_schedule_of(other, replace(first, forecast=toggled)))
-    if may_have_two_copies and why_not:
-        tried.append(UpdateSchedule(FULL, None, None, why_not))
-    elif may_have_two_copies:
-        plan = _best_placement(full, work, machine)
-        tried.append(_schedule_of(FULL, plan))
-        # An overlap with the next forward that gains less than `WORTH` is taken, and must not keep this one from it.
-        apart = (step or 0.0) + found.hidden
-        before = apart if found.behind and found.hidden < WORTH * apart else step or 0.0
-        gains = plan.forecast.step is not None and plan.forecast.step <= (1 - WORTH) * before
-        if plan.fits and (gains or not first.fits):
-            best, taken = plan, FULL
-    if in_memory and best is first:
-        return first
-    return replace(best, ways=tuple(tried), way=taken) if len(tried) > 1 else best
-
-
-def _schedule_of(words: str, plan: Plan) -> UpdateSchedule:
-    if not plan.fits:
-        return UpdateSchedule(words, None, None, f"{words}: {'; '.join(plan.shortfalls())}")
-    tokens = tokens_that_hide_the_update(plan.forecast, tokens=plan.work.tokens)
-    return UpdateSchedule(words, plan.forecast.step, tokens)
+    if why := full.why_not_full(work, machine):
+        why = why.removeprefix(FULL).lstrip(": ")
+        return first if in_memory else replace(first, rejected=(*first.rejected, (FULL, why)))
+    plan = _best_placement(full, work, machine)
+    # An overlap with the next forward that gains less than `WORTH` is taken, and must not keep this one from it.
+    apart = (step or 0.0) + found.hidden
+    before = apart if found.behind and found.hidden < WORTH * apart else step or 0.0
+    gains = plan.forecast.step is not None and plan.forecast.step <= (1 - WORTH) * before
+    if plan.fits and (gains or not first.fits):
+        return plan
+    why = _why_not(plan, first)
+    return replace(first, rejected=(*first.rejected, (FULL, why))) if why and not in_memory else first
 
 
 def _best_placement(engine: Engine, work: Workload, machine: MachineProfile) -> Plan:
-    return _choose([(plan.homes, plan) for plan in map(_plan_of, engine.candidates(work, machine))])
-
-
-def _choose(plans: Sequence[tuple[str, Plan]], *, untimed: str = "") -> Plan:
-    """Return the best of the named plans, and first of all why the others were rejected; `untimed`: without a forecast.
+    """Return the plan of the best candidate, with why the others were rejected.
 
     That is the fastest that fits, the first one that fits if a forecast is missing, or the smallest excess. Forecasts
     are inexact, so this takes the first plan within `_ALIKE` of the fastest: earlier plans move fewer bytes.
     """
-    fitting = [plan for _, plan in plans if plan.fits]
+    plans = [_plan_of(one) for one in engine.candidates(work, machine)]
+    fitting = [plan for plan in plans if plan.fits]
     known = [plan.forecast.step for plan in fitting if plan.forecast.step is not None]
     if not fitting:
-        _, chosen = min(
-            plans, key=lambda one: sum(max(0, tier["need"] - tier["have"]) for tier in one[1].tiers.values())
-        )
+        chosen = min(plans, key=lambda one: sum(max(0, tier["need"] - tier["have"]) for tier in one.tiers.values()))
     elif len(known) < len(fitting):
         chosen = fitting[0]
     else:
         chosen = next(plan for plan, step in zip(fitting, known, strict=True) if step <= _ALIKE * min(known))
-    whys = [(name, _why_not(plan, chosen) or untimed) for name, plan in plans if plan is not chosen]
-    return replace(chosen, rejected=(*((name, why) for name, why in whys if why), *chosen.rejected))
+    whys = ((plan.homes, _why_not(plan, chosen)) for plan in plans if plan is not chosen)
+    return replace(chosen, rejected=tuple((homes, why) for homes, why in whys if why))
 
 
 def _why_not(plan: Plan, chosen: Plan) -> str:
@@ -262,9 +209,8 @@ def _why_not(plan: Plan, chosen: Plan) -> str:
 def _faster_formats(engine: Engine, plan: Plan, work: Workload, machine: MachineProfile) -> Iterator[tuple[float, str]]:
     """Yield (seconds per step, settings) of each smaller format of the state that would be `WORTH` shorter again.
 
-    These are the smaller moments, and at last bf16 masters with the smallest. Less state leaves RAM for shadow memory
-    and the GPU for more of the state. It changes results, so `auto` never takes it. Formats are only tried where the
-    update keeps a step waiting, and state is not only in the RAM of a CPU.
+    These are the smaller moments, and at last bf16 masters with the smallest; they change results, so `auto` never
+    takes them. They are only tried where the update keeps a step waiting, and state is not only in the RAM of a CPU.
     """
     found, state, formats = plan.forecast, work.state, work.state.rule.formats
     step, update = found.step, found.seconds["update"]
@@ -286,11 +232,7 @@ def _faster_formats(engine: Engine, plan: Plan, work: Workload, machine: Machine
 
 
 def _too_large(work: Workload, machine: MachineProfile) -> str:
-    """Return a sentence that names the largest unit if it alone exceeds the device's memory, else "".
-
-    A unit is a block, or a module outside the blocks. Streamed weights are copied to the device one unit at a time, and
-    the whole unit is on the device while it runs, so no placement can help.
-    """
+    """Return a sentence that names the largest unit if it alone exceeds the device's memory, else ""."""
     largest = max(layouts_of(work).units, key=lambda unit: unit.elements)
     size, gpu = work.item_bytes * largest.elements, machine.gpu is not None
     room = machine.gpu_bytes - CUDA_CONTEXT - gpu_reserve(machine) if gpu else machine.ram_bytes
@@ -309,11 +251,9 @@ def _too_large(work: Workload, machine: MachineProfile) -> str:
 def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: int = 1, saves: bool = True) -> Workload:
     """Return the workload of one optimizer step. `saves`: the run writes checkpoints, or an export, to its output.
 
-    If `parallel.pipeline` is `auto`, it is that of data-parallel ranks. Raises UserError for rows longer than the
-    model's context.
+    Raises UserError for rows longer than the model's context.
     """
     model, train, optim = config.model, config.train, config.optim
-    pipeline = 1 if config.parallel.pipeline == "auto" else config.parallel.pipeline
     asked, context = config.data.seq_len, shape.context
     seq_len = min(context, LONGEST_ROW) if asked == "auto" else asked
     if seq_len > context:
@@ -325,7 +265,7 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
         accumulate=train.gradient_accumulation_steps,
         seq_len=seq_len,
         world=world,
-        checkpointed=checkpointed_blocks(model, shape, all_if_auto=pipeline > 1),
+        checkpointed=checkpointed_blocks(model, shape, all_if_auto=config.parallel.pipeline > 1),
         offload_activations=model.offload_activations,
         loss_chunk=train.micro_batch_size * seq_len if shape.whole_logits else model.loss_chunk,
         state=state_format(optim.name, optim.moment_dtype, optim.master_dtype),
@@ -333,7 +273,7 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
         checkpoints=None if not saves else 0 if config.save.every == 0 else config.save.keep,
         nodes=nodes,
         tensor=config.parallel.tensor,
-        pipeline=pipeline,
+        pipeline=config.parallel.pipeline,
     )
 
 
@@ -418,47 +358,17 @@ def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) 
         yield "no GPU here: the model runs on the CPU, in RAM"
 
 
-# -- bytes only: does anything fit, and how long may a row be? --------------------------------------------------------
-
-
-def longest_row(config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int) -> int:
-    """Return the tokens of the longest row that fits in some placement that the configuration allows.
-
-    It is the context, or a multiple of 256 tokens below it, with a resolution of 1/128 of the context. The number of
-    rows in a micro-batch stays as configured.
-    """
-
-    def fits(seq_len: int) -> bool:
-        rows = config.with_keys("data", seq_len=seq_len)
-        return any_placement_fits(rows, shape, machine, world=world, nodes=nodes)
-
-    if fits(shape.context):
-        return shape.context
-    step = max(1, shape.context // 128 // _ROWS) * _ROWS
-    lengths = range(step, shape.context, step)
-    found = bisect_left(lengths, True, key=lambda length: not fits(length))
-    return lengths[found - 1] if found else 0
-
-
-def with_fewer_buffers(config: TrainConfig) -> list[TrainConfig]:
-    """Return the configuration, followed by variants with fewer weight buffers if their number is not set."""
-    tiered = config.tiered
-    is_set = config.placement.engine_name != "tiered" or "weight_buffers" in tiered.model_fields_set
-    counts = [tiered.weight_buffers] if is_set else range(tiered.weight_buffers, 0, -1)
-    return [config.with_keys("tiered", weight_buffers=count) for count in counts]
+# -- bytes only: does anything fit? ------------------------------------------------------------------------------------
 
 
 def any_placement_fits(
-    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int, saves: bool = True
+    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int
 ) -> bool:
-    """Return whether the configuration fits in any placement that it allows. `saves`: as in `make_plan`."""
-    if config.parallel.pipeline == "auto":
-        ways = divisions(config, world=max(1, world // nodes))
-        return any(any_placement_fits(way, shape, machine, world=world, nodes=nodes, saves=saves) for way in ways)
+    """Return whether the configuration fits in any placement that it allows."""
     place, machine = config.placement, at_once(machine, ranks=max(1, world // nodes))
     if place.nvme and (place.optimizer, place.gpu_fraction) == ("auto", "auto"):  # needs least with no state on the GPU
         config = config.with_keys("placement", gpu_fraction=0.0)
-    engine, work = engine_of(config), workload(config, shape, world=world, nodes=nodes, saves=saves)
+    engine, work = engine_of(config), workload(config, shape, world=world, nodes=nodes)
     if config.model.activation_checkpointing == "auto" and isinstance(engine, Tiered) and shape.can_checkpoint:
         work = replace(work, checkpointed=shape.layers)
     candidates = engine.candidates(work, machine)[::-1]  # the least on the GPU first
@@ -496,3 +406,99 @@ def with_dtype_of_card(section: ModelSection, machine: MachineProfile) -> ModelS
     if "dtype" in section.model_fields_set or has_bf16(machine):
         return section
     return section.model_copy(update={"dtype": "fp16"})
+
+
+# -- settings that contradict each other or the engine: one sentence each, with what to change ------------------------
+
+
+def combination_mistakes(config: TrainConfig) -> list[str]:
+    """Return errors in combinations of settings, one sentence each, with what to change."""
+    place, model, optim, train, engine = config.placement, config.model, config.optim, config.train, engine_of(config)
+    data, parallel, rule = config.data, config.parallel, RULES[optim.name]
+    epochs = train.epochs if train.epochs == "auto" else f"{train.epochs:g}"
+    homes = {"--params ": place.params, "--optimizer ": place.optimizer, "placement.gradients=": place.gradients}
+    found: dict[str, object] = {
+        f"{setting}nvme needs a drive: add --nvme DIR": home == TierKind.DRIVES and not place.nvme
+        for setting, home in homes.items()
+    }
+    found |= dict.fromkeys([*engine.mistakes(), *_settings_of_others(engine, config)], True)
+    found |= {
+        "model.offload_activations=true needs checkpointed activations: use model.activation_checkpointing=on": (
+            model.activation_checkpointing == "off" and model.offload_activations
+        ),
+        f"optim.decay_steps belongs to optim.schedule=wsd, not to {optim.schedule}": (
+            optim.schedule != "wsd" and optim.decay_steps != "auto"
+        ),
+        f"train.epochs={epochs} determines the steps: leave train.steps (--steps) out": (
+            train.epochs != "auto" and "steps" in train.model_fields_set
+        ),
+    }
+    found |= dict.fromkeys(mistakes_of_length(optim, steps=train.steps) if train.epochs == "auto" else [], True)
+    stream = next((path for path in data.path if path.startswith(STREAM)), "")
+    weights, texts = len(data.mixture), len(data.path)
+    validation = next((path for path in data.validation_path if path.startswith(STREAM)), "")
+    found |= {
+        f"{stream}: a stream is neither mixed nor joined with other text: let it be the only --data": (
+            stream and texts + weights > 1
+        ),
+        f"{validation}: validation text is not streamed: name hub:OWNER/NAME:SPLIT or a path": validation,
+        f"data.mixture has {weights} weights, and data.path {texts} texts: give one for each": (
+            weights not in (0, texts)
+        ),
+        "data.mixture needs shuffled rows: leave data.shuffle=false out": bool(weights) and not data.shuffle,
+        f"data.shuffle={data.shuffle} is for --data stream:NAME; all rows of other data are shuffled: leave it out": (
+            data.shuffled_block and not data.streamed
+        ),
+        f"{stream}: the length of a stream is not known, so train.epochs has no meaning: use --steps": (
+            data.streamed and train.epochs != "auto"
+        ),
+        f"parallel.tensor={parallel.tensor} needs DeepSpeed: add --engine deepspeed; the tiered engine divides only "
+        "rows and state": parallel.tensor != 1 and engine.name != "deepspeed",
+        f"optim.moment_dtype={optim.moment_dtype} with optim.name={optim.name}: {rule.no_other}": (
+            FORMATS[optim.moment_dtype] not in rule.formats
+        ),
+        f"optim.master_dtype={optim.master_dtype} with optim.name={optim.name}: {rule.title}'s steps of matrices were "
+        "not tried on rounded masters; use fp32": FORMATS[optim.master_dtype] not in rule.masters,
+        f"optim.betas={list(optim.betas)}: both must be below 1": max(optim.betas) >= 1,
+    }
+    return [sentence for sentence, wrong in found.items() if wrong]
+
+
+def _settings_of_others(engine: Engine, config: TrainConfig) -> list[str]:
+    """Return errors for settings that only another engine supports and this one would ignore."""
+    place, model, optim = config.placement, config.model, config.optim
+    settings, mistakes = dict[str, tuple[bool, str]](), list[str]()
+    if not isinstance(engine, Tiered):
+        mistakes += [
+            f"{flag} {share:g} with the {engine.name} engine: it stores all of the optimizer state in one place; only "
+            "--engine tiered divides it"
+            for flag, share in place.shares.items()
+            if share != "auto"
+        ]
+        settings = {
+            "placement.gradients": (place.gradients != "auto", ""),
+            "model.activation_checkpointing": (isinstance(model.activation_checkpointing, int), ": use on or off"),
+            "model.base": (model.base != "model", ": leave it out"),
+            "optim.moment_dtype": (optim.moment_dtype not in ("fp32", "8bit"), ""),
+            "optim.master_dtype": (optim.master_dtype != "fp32", ""),
+            "optim.name": (optim.name != "adamw", ""),
+            "optim.kernel": (optim.kernel != "auto", ""),
+            "parallel.pipeline": (config.parallel.pipeline != 1, ""),
+        }
+    for setting, (is_set, fix) in settings.items():
+        section, _, key = setting.partition(".")
+        value = getattr(getattr(config, section), key)
+        mistakes += [f"{setting}={value} belongs to --engine tiered, not to {engine.name}{fix}"] if is_set else []
+    other = "deepspeed" if isinstance(engine, Tiered) else "tiered"
+    keys = getattr(config, other)
+    if keys != type(keys)():
+        words = f"{other}.* keys with --engine {engine.name}, which does not read them"
+        mistakes.append(f"{words}: add --engine {other}")
+    return mistakes
+
+
+def mistakes_of_length(optim: OptimSection, *, steps: int) -> list[str]:
+    """Return an error if the warmup is longer than the run of `steps` steps."""
+    if optim.warmup_steps == "auto" or optim.warmup_steps <= steps:
+        return []
+    return [f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={steps}"]

@@ -1,7 +1,6 @@
 """A model described by its counts (weights, widths, floating-point operations), which is all that planning needs.
 
-`model/` fills these classes from a transformers model. This module uses only the standard library, so that planning
-needs no torch.
+`model/shape.py` fills these classes from a transformers model.
 """
 
 from __future__ import annotations
@@ -236,7 +235,7 @@ class ModelShape:
         If no blocks are known, count all weights that are neither an embedding nor a head.
         """
         inside = [w for w in self.weights if w.block] or [w for w in self.weights if self.vocabulary not in w.shape]
-        return int(_widths(inside))
+        return int(sum(w.products * sum(w.shape[-2:]) * math.prod(w.shape[:-2]) for w in inside))
 
     def by_unit(self) -> dict[str, list[Weight]]:
         """Return the weights of each block, and of each module outside the blocks, in the model's order."""
@@ -290,10 +289,6 @@ def _forward(weight: Weight) -> float:
     return 2 * weight.products * weight.numel
 
 
-def _widths(weights: Iterable[Weight]) -> float:
-    return sum(w.products * sum(w.shape[-2:]) * math.prod(w.shape[:-2]) for w in weights)
-
-
 KEPT = 1.8  # estimate of what a block keeps, as a multiple of the inputs and outputs of its matrix products
 
 
@@ -308,25 +303,19 @@ def loss_pieces(vocabulary: int, *, chunk: int, gpu: bool) -> int:
     return min(1 << (least - 1).bit_length(), LOSS_PIECES)  # a power of two, which divides most numbers of rows
 
 
-def loss_peak(vocabulary: int, item_bytes: int, *, pieces: int) -> float:
-    """Return the bytes per token of the loss's backward: the logits, their gradient, and three pieces in fp32."""
-    return 2 * item_bytes * vocabulary + 3 * 4 * vocabulary / pieces
-
-
 def estimated(shape: ModelShape, item_bytes: int, *, pieces: int) -> Activations:
-    """Estimate activation memory for an architecture that cannot run on meta tensors.
+    """Estimate activation memory for an architecture that cannot run on meta tensors; `pieces`: of the loss.
 
-    `pieces` is the number of pieces of the loss.
     Count `KEPT` times the inputs and outputs of the blocks' matrix products, and a third more at the peak.
-    Architectures that can be counted keep 1.2 (Llama) to 2.1 times as much, without attention matrices. Masks between
-    documents are added.
+    Architectures that can be counted keep 1.2 (Llama) to 2.1 times as much, without attention matrices.
     """
     e, states = item_bytes, Growth(token=item_bytes * shape.hidden)
     mask = e if shape.packed else 0  # each block's attention holds the mask in its own dtype
     text = shape.without(shape.images.units if shape.images else ())  # `image_part` counts the parts for images
     kept = Growth(token=KEPT * e * text.widths / max(1, shape.layers), pair=mask)
     largest = max((weight.numel for weight in text.weights if weight.block), default=0)
-    head, loss = e * shape.vocabulary * shape.hidden, loss_peak(shape.vocabulary, e, pieces=pieces)
+    head = e * shape.vocabulary * shape.hidden
+    loss = (2 * e + 3 * 4 / pieces) * shape.vocabulary  # logits, their gradient, and three pieces in fp32
     return Activations(
         before=states + Growth(pair=2 if shape.packed else 0),  # a full and a windowed mask of 1 byte per element each
         kinds=(Part(kept, (kept,), (kept + Growth(fixed=e * largest, token=0.3 * kept.token),)),),

@@ -60,7 +60,6 @@ class Forecast:
     behind: bool = False  # the update overlaps the next forward
     ahead: bool = False  # the update of pages on drives or with shadow memory also overlaps the backward
     hidden: float = 0.0  # seconds of the update that overlap hides
-    could_hide: float = 0.0  # seconds that overlapping the next forward would hide, if it is off
     if_clipped: float = 0.0  # extra seconds of a step whose speculative update has to be redone
 
     @property

@@ -26,8 +26,8 @@ from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.errors import UserError
 from offload_trainer.plan.deepspeed import ZeroSizes
-from offload_trainer.plan.engines import mistakes_of_length
 from offload_trainer.plan.memory import checkpoint_bytes, heap_limit
+from offload_trainer.plan.planner import mistakes_of_length
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.ranks import everybody, nodes, place_here
 from offload_trainer.run.checkpoint import Checkpoints, RunRecord, TrainState

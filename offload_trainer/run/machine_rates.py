@@ -1,33 +1,26 @@
 """Measure this machine and its drives as a run would use them, and cache the rates for plans.
 
-`bench_here` is the `bench` command, which takes a minute or two. `rates_at_start` takes a few seconds: a run that
-starts without rates measures what its choices depend on (is_due), and plans again with the result.
-
-Rates are those of the whole machine, whose processor and drives its ranks share. One process measures them with the
-threads of all ranks: the `bench` command itself, or rank 0 at a start, while the other ranks wait.
+`bench_here` is the `bench` command. `rates_at_start` takes seconds: a run of one rank without rates measures what its
+choices depend on, and plans again.
 """
 
-import os
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from offload_trainer.config import TrainConfig
-from offload_trainer.engine import timed_updates
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import bench
 from offload_trainer.machine.bench import Budget, LayerSizes
 from offload_trainer.machine.probe import probe_machine
-from offload_trainer.machine.rate_cache import keep_rates, refuse_unwritable, threads_of_all_ranks
+from offload_trainer.machine.rate_cache import keep_rates, refuse_unwritable
 from offload_trainer.optim import cpu_units
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.tiered.state_formats import ADAMW
+from offload_trainer.plan.tiered.state_formats import ADAMW, ADAMW_FORMATS
 from offload_trainer.plan.workload import Workload
-from offload_trainer.ranks import all_gather_json, from_rank_zero, place_here
 from offload_trainer.run.planning import Planned
 from offload_trainer.storage.owned_dirs import reason
 from offload_trainer.storage.tensorfile import DTYPES
@@ -68,7 +61,7 @@ def bench_here(config: TrainConfig, *, drive_bytes: int | None, say: Callable[[s
         say(f"bench: takes minutes, writes at most {most} to {len(machine.drives)} drive(s), and removes it afterwards")
     timed = bench.bench_machine(
         machine,
-        timed_updates.available_updates(say=say),
+        bench.timed_updates(("native", "torch"), ADAMW_FORMATS, say=say),
         dtypes=bench.dtypes_to_time(machine, dtype),
         matrices=True,
         budget=budget,
@@ -91,25 +84,23 @@ def _keep(timed: MachineProfile, *, say: Callable[[str], None]) -> None:
 def is_due(planned: Planned, *, steps: int | None = None) -> bool:
     """Return whether a run of `steps` (None: those of its configuration) should measure rates before it starts.
 
-    It should if the plan fits, could not predict its step, and has choices that rates decide: the update schedule, and
-    on a GPU also the placement and the recomputed blocks. Short runs start without. So do runs on several machines,
-    whose network nothing here measures; of stock ZeRO's ranks the plan does not know the machines.
+    It should if the plan fits, could not predict its step, and has choices that rates decide. Short runs start without,
+    and so do several ranks, which share processor and drives.
     """
     plan, on_gpu, steps = planned.plan, planned.machine.gpu is not None, steps or planned.config.train.steps
     work = plan.work
-    here = work.world == 1 or (work.nodes == 1 and plan.engine == "tiered")
     moves = sum(one.read + one.written for one in plan.traffic) * steps >= _WORTH_BYTES
     chooses = on_gpu and plan.engine == "tiered" and work.shape.trainable and work.checkpointed  # how many blocks
     recomputes = chooses and 6 * work.shape.parameters * work.tokens * steps >= _WORTH_FLOPS
     due = bool(recomputes) or (moves and (plan.uses_drives or on_gpu))
-    return here and due and plan.fits and plan.forecast.step is None
+    return work.world == 1 and due and plan.fits and plan.forecast.step is None
 
 
 def is_due_in_session(planned: Planned) -> bool:
     """Return whether a session, which does not know its number of steps, should measure rates before it starts.
 
-    It should if a run of ten such steps should. A CPU that computes 16-bit products in fp32 is left out: a run replaces
-    torch's products there (`engine/cpu_matmul.py`), which a session does not, and both would store one rate.
+    A CPU that computes 16-bit products in fp32 is left out: a run replaces torch's products there
+    (`engine/cpu_matmul.py`), which a session does not, and both would store one rate.
     """
     dtype = planned.config.model.dtype
     own = planned.machine.gpu is not None or dtype == "fp32" or cpu_units.has_native_16bit(DTYPES[dtype])
@@ -117,45 +108,10 @@ def is_due_in_session(planned: Planned) -> bool:
 
 
 def rates_at_start(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile:
-    """Measure the rates that a run's plan lacks, cache them, and return the machine with them. Collective.
+    """Measure the rates that the plan of a single rank lacks, cache them, and return the machine with them.
 
-    All ranks are on one machine. Rank 0 measures while the others wait; an exception there is raised on all of them.
-    """
-    if place_here()[1] == 1:
-        return _measured(planned, say=say)
-    cpus = set[int]().union(*all_gather_json(sorted(os.sched_getaffinity(0)), list[int]))
-
-    def measured() -> MachineProfile:
-        with _threads_of_all_ranks(planned.machine, cpus):
-            return _measured(planned, say=say)
-
-    return from_rank_zero(measured, MachineProfile)
-
-
-@contextmanager
-def _threads_of_all_ranks(machine: MachineProfile, cpus: Collection[int]) -> Iterator[None]:
-    """Within this context, compute with as many threads as all ranks of the machine have, on all of their `cpus`."""
-    threads, own = torch.get_num_threads(), os.sched_getaffinity(0)
-
-    def compute_with(threads: int, cpus: Collection[int]) -> None:
-        torch.set_num_threads(threads)
-        if os.sched_getaffinity(0) != set(cpus):
-            for thread in os.listdir("/proc/self/task"):  # also those that torch has started before
-                with suppress(ProcessLookupError):  # the thread has ended
-                    os.sched_setaffinity(int(thread), cpus)
-
-    try:
-        compute_with(threads_of_all_ranks(machine), cpus)
-        yield
-    finally:
-        compute_with(threads, own)
-
-
-def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile:
-    """Measure what `rates_at_start` says on this rank; if that fails, say so and return the machine as it is.
-
-    By the budget below this takes 4.9 s, and 3.3 s for each further drive; two slow cores and a drive of 400 MB/s took
-    5 to 13 s. On a new machine the update kernel is built before, as the run would.
+    If that fails, say so and return the machine as it is. By the budget below this takes 4.9 s, and 3.3 s for each
+    further drive; two slow cores and a drive of 400 MB/s took 5 to 13 s.
     """
     config, machine = planned.config, planned.machine
     if machine.gpu is None:
@@ -174,7 +130,7 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
         copy_seconds=0.05,  # placement, order of micro-batches
     )
     layer, state = _layer_of(planned.plan.work, gpu=machine.gpu is not None), planned.plan.work.state
-    updates = timed_updates.updates_of_run(config.optim.kernel, replace(state, rule=ADAMW))
+    updates = bench.timed_updates([config.optim.kernel], [replace(state, rule=ADAMW)], say=lambda _: None)
     start = time.perf_counter()
     try:
         # A caller's random numbers are those of a start that measures nothing, and equal on all ranks.

@@ -2,8 +2,8 @@
 
     TrainConfig ── machine_here, resolve_model ──> MachineProfile, ModelSource ── planned ──> Planned
 
-No weights are loaded. The planner itself is `plan/planner.py`; this module supplies its inputs and keeps choices of the
-run that is being resumed. If a configuration does not fit, it tries fewer weight buffers.
+No weights are loaded. This module supplies the inputs of `plan/planner.py` and keeps choices of the run that is being
+resumed. If a configuration does not fit, it tries fewer weight buffers, and looks for changes with which it would.
 """
 
 from __future__ import annotations
@@ -22,14 +22,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.memory import with_rate
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import (
-    any_placement_fits,
-    divisions,
-    longest_row,
-    make_plan,
-    resolved,
-    with_fewer_buffers,
-)
+from offload_trainer.plan.planner import any_placement_fits, make_plan, resolved
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiers import GPU_NAME
 from offload_trainer.run.process_setup import ranks_of_environment
@@ -72,18 +65,12 @@ class Planned:
 
 
 def plan_run(
-    config: TrainConfig,
-    *,
-    nodes: int = 1,
-    longest: bool = False,
-    again: Planned | None = None,
-    like: TrainConfig | None = None,
+    config: TrainConfig, *, nodes: int = 1, again: Planned | None = None, like: TrainConfig | None = None
 ) -> Planned:
     """Plan a run on this machine, or on `nodes` machines like it.
 
-    `longest`: also find the longest row (in tokens) that fits. `again`: an earlier plan of `config`, whose machine,
-    perhaps with new rates, and model are used. `like`: the settings of a run that this one goes on from without a
-    checkpoint.
+    `again`: an earlier plan of `config`, whose machine, perhaps with new rates, and model are used. `like`: the
+    settings of a run that this one goes on from without a checkpoint.
     """
     from offload_trainer.run.resume import earlier_run
 
@@ -99,8 +86,6 @@ def plan_run(
     if from_pages and nodes == 1:
         config, machine = as_page_files(config, machine)
     world = max(ranks_of_environment()[1], config.placement.gpus)
-    if world == 1:  # `auto` has no other choice, and a single rank takes models that no pipeline does
-        (config,) = divisions(config, world=1)
     source = again.source if again else model_of(config)
     kept = _with_resumed_choices(config, before, on_gpu=machine.gpu is not None)
     found = planned(kept, source, machine, world=world, nodes=nodes)
@@ -108,13 +93,13 @@ def plan_run(
         found = planned(config, source, machine, world=world, nodes=nodes)
     if not found.plan.fits:
         found = with_what_fits(found, config, here=True, resumes=bool(before))
-    return with_longest_row(found, config) if longest else found
+    return found
 
 
 def plan_with_room(config: TrainConfig, before: Planned, *, more: int) -> tuple[Planned, list[str]]:
-    """Plan a run again that filled the GPU; return the plan and, in words, each item on the GPU that is now smaller.
+    """Plan a run again that filled the GPU, to need `more` bytes less of it than what its plan left free.
 
-    What its plan left free was not enough either, so the new plan needs `more` bytes less than that one.
+    Return the plan and, in words, each item on the GPU that is now smaller.
     """
     room = before.plan.tiers[GPU_NAME]
     spare = max(0, room["have"] - room["need"])
@@ -128,11 +113,7 @@ def plan_with_room(config: TrainConfig, before: Planned, *, more: int) -> tuple[
 
 
 def shared_plan(own: Planned) -> Planned:
-    """Return rank 0's plan on every rank. Collective.
-
-    `own`: on rank 0 the plan; on other ranks any plan of the same command, of which the model and the drives are used,
-    since nodes may have other drives.
-    """
+    """Return rank 0's plan on every rank, with the model and the drives of each rank's `own`. Collective."""
     from offload_trainer.ranks import from_rank_zero
 
     bare = replace(own.plan.work, shape=ModelShape((), 0, 0, 0, 0))  # every rank has read the model
@@ -147,7 +128,6 @@ def machine_here(place: PlacementSection, *, output: str = ".") -> MachineProfil
     """Return the profile of this machine with its cached rates.
 
     Bytes that a run with this `output` will remove count as free: prunable checkpoints, and page files of dead runs.
-    Files that this user's run cannot remove do not.
     """
     from offload_trainer.machine.probe import probe_machine
     from offload_trainer.machine.rate_cache import with_cached_rates
@@ -206,28 +186,19 @@ def planned(
         plan = make_plan(candidate, source.shape, machine, world=world, nodes=nodes, saves=saves)
         return Planned(resolved(candidate, plan), plan, machine, source)
 
-    first, candidates = plan_of(config), with_fewer_buffers(config)
-    room = first.plan.tiers[machine.device]
-    if first.plan.engine == "deepspeed" or room["need"] <= room["have"]:
+    first = found = plan_of(config)
+    room, is_set = first.plan.tiers[machine.device], "weight_buffers" in config.tiered.model_fields_set
+    if first.plan.engine == "deepspeed" or is_set or room["need"] <= room["have"]:
         return first
-    for candidate in candidates:
-        if any_placement_fits(candidate, source.shape, machine, world=world, nodes=nodes, saves=saves):
-            found = plan_of(candidate)
-            if found.plan.fits:
-                return found
-    return plan_of(candidates[-1]) if first.plan.too_large else first
-
-
-def with_longest_row(found: Planned, config: TrainConfig) -> Planned:
-    """Return `found` with the longest row that fits in its plan."""
-    plan, wish = found.plan, config.model.activation_checkpointing
-    candidate = found.config.with_keys("model", activation_checkpointing=wish)
-    tokens = longest_row(candidate, found.source.shape, found.machine, world=plan.work.world, nodes=plan.work.nodes)
-    return replace(found, plan=replace(plan, longest_row=tokens))
+    for count in range(config.tiered.weight_buffers - 1, 0, -1):
+        found = plan_of(config.with_keys("tiered", weight_buffers=count))
+        if found.plan.fits:
+            return found
+    return found if first.plan.too_large else first
 
 
 def with_what_fits(found: Planned, config: TrainConfig, *, here: bool, resumes: bool = False) -> Planned:
-    """Return a plan that does not fit with one or two sets of words for the command that make it fit, if there are any.
+    """Return a plan that does not fit with up to `_MOST_FITTING` sets of words for the command that make it fit.
 
     Each set has the fewest changes that are enough. `here`: the plan is for this machine, which may have a drive.
     `resumes`: the run resumes another, whose rows keep their length.
@@ -295,8 +266,7 @@ def _moves(found: Planned, config: TrainConfig, *, here: bool) -> Iterator[str]:
 def as_page_files(config: TrainConfig, machine: MachineProfile) -> tuple[TrainConfig, MachineProfile]:
     """Return both with the copies of the state, and the rates of the drives, that the run's existing page files have.
 
-    `state_copies=auto` could choose 1, and with other rates pages would be distributed in another way. The files could
-    not be resumed from then.
+    With other ones pages would be distributed in another way, and the files could not be resumed from.
     """
     if config.placement.engine_name != "tiered":
         return config, machine
@@ -314,15 +284,14 @@ def as_page_files(config: TrainConfig, machine: MachineProfile) -> tuple[TrainCo
 def _with_resumed_choices(config: TrainConfig, before: Mapping[str, Mapping[str, Any]], *, on_gpu: bool) -> TrainConfig:
     """Return the configuration with the checkpointed blocks of the run that it resumes, if they affect its bits.
 
-    On a CPU a recomputed block has the bits of one that is not. A pipeline recomputes all blocks. Returns `config`
-    itself if they are not left open, or if there is no run to resume, in which case `before`, its configuration, is
-    empty.
+    On a CPU a recomputed block has the bits of one that is not. A pipeline recomputes all blocks. `before`: the
+    configuration of the run to resume, or empty.
     """
     model, recomputed = config.model, before.get("model", {}).get("activation_checkpointing")
     if config.placement.engine_name == "deepspeed" or model.activation_checkpointing != "auto" or not on_gpu:
         return config
     usable = recomputed == "on" or (type(recomputed) is int and recomputed > 0)
     usable = usable or (recomputed == "off" and not model.offload_activations)
-    if not usable or config.parallel.pipeline not in (1, "auto"):
+    if not usable or config.parallel.pipeline != 1:
         return config
     return config.with_keys("model", activation_checkpointing=recomputed)

@@ -112,9 +112,9 @@ def go_offline() -> None:
     quieten()
 
 
-def quieten(*, loads: bool = True) -> None:
-    """Silence library messages that a user cannot act on. `loads`: say on a terminal that torch is being loaded."""
-    if loads and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+def quieten() -> None:
+    """Silence library messages that a user cannot act on, and say on a terminal that torch is being loaded."""
+    if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
         print("loading torch and transformers", file=sys.stderr, flush=True)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -27,7 +27,7 @@ from pydantic.fields import FieldInfo
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError, reason
-from offload_trainer.plan.engines import combination_mistakes
+from offload_trainer.plan.planner import combination_mistakes
 from offload_trainer.safe_files import LimitedYaml, parsed_yaml, read_yaml
 from offload_trainer.settings.synonyms import nearest, plain, term_of, value_of
 from offload_trainer.units import is_utf8, shown

@@ -16,8 +16,8 @@ from stock_deepspeed import ACCUMULATE, build, planned_bytes, train_stock
 from uneven_targets import EPS, masked, random_weights, transformers_alone
 
 from offload_trainer.config import ModelSection
-from offload_trainer.engine import op_builder
-from offload_trainer.engine.op_builder import remove_stale_lock
+from offload_trainer.engine import deepspeed as builds
+from offload_trainer.engine.deepspeed import remove_stale_lock
 from offload_trainer.errors import TrainerError
 from offload_trainer.model.loader import resolve_model
 
@@ -136,8 +136,8 @@ def test_a_lock_without_a_running_build_is_removed(tmp_path: Path, monkeypatch: 
         remove_stale_lock(tmp_path, patience=0.3)
         assert build.wait() == 0
     now, looks = iter(range(100)), []
-    monkeypatch.setattr(op_builder, "_someone_works_in", lambda place: looks.append(place))
-    monkeypatch.setattr(op_builder, "time", SimpleNamespace(monotonic=lambda: next(now), sleep=lambda _: None))
+    monkeypatch.setattr(builds, "_someone_works_in", lambda place: looks.append(place))
+    monkeypatch.setattr(builds, "time", SimpleNamespace(monotonic=lambda: next(now), sleep=lambda _: None))
     (tmp_path / "lock").touch()
     remove_stale_lock(tmp_path, patience=20)
     assert not (tmp_path / "lock").exists()

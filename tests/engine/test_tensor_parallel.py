@@ -117,19 +117,18 @@ def plan_of(shape: ModelShape, *words: str, ranks: int = 2, gpu: int = 0) -> Pla
 
 @pytest.mark.slow
 def test_models_that_cannot_be_divided_are_refused_by_name(tmp_path: Path) -> None:
-    shape = shape_of(directory(tmp_path / "model", "llama"))
-    assert plan_of(shape).title == "DeepSpeed AutoTP over 2 ranks, ZeRO-1"
-    with pytest.raises(UserError, match="transformers has no tensor-parallel plan for this architecture"):
-        plan_of(SHAPES["gpt2-mini"])
-    with pytest.raises(UserError, match=r"parallel.tensor=2 with 3 rank\(s\): a multiple of 2"):
-        plan_of(shape, ranks=3)
-    with pytest.raises(UserError, match="1 key-value heads are not a multiple of 2"):
-        plan_of(replace(shape, key_heads=1))
-    with pytest.raises(UserError, match="use --optimizer cpu"):
-        plan_of(shape, "--optimizer", "gpu", "--accumulate", "2", gpu=80 * GB)
-    assert plan_of(shape, "--accumulate", "2", gpu=80 * GB).placement.optimizer == "cpu"
-    assert plan_of(shape, gpu=80 * GB).placement.optimizer == "gpu"
-    assert plan_of(shape).cannot_save is None
+    shape, sums = shape_of(directory(tmp_path / "model", "llama")), ("--accumulate", "2")
+    for other, words, ranks, told in (
+        (SHAPES["gpt2-mini"], (), 2, "transformers has no tensor-parallel plan for this architecture"),
+        (shape, (), 3, r"parallel.tensor=2 with 3 rank\(s\): a multiple of 2"),
+        (replace(shape, key_heads=1), (), 2, "1 key-value heads are not a multiple of 2"),
+        (shape, ("--optimizer", "gpu", *sums), 2, "use --optimizer cpu"),
+    ):
+        with pytest.raises(UserError, match=told):
+            plan_of(other, *words, ranks=ranks, gpu=80 * GB)
+    plan = plan_of(shape)
+    assert (plan.title, plan.cannot_save) == ("DeepSpeed AutoTP over 2 ranks, ZeRO-1", None)
+    assert [plan_of(shape, *words, gpu=80 * GB).placement.optimizer for words in (sums, ())] == ["cpu", "gpu"]
 
 
 def test_each_matrix_of_a_block_has_its_rule(tmp_path: Path) -> None:

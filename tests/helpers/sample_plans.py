@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 
-from offload_trainer.config import TrainConfig
-from offload_trainer.model.presets import PRESETS, gpt2_shape
+from counted_once import cached_counts
+
+from offload_trainer.config import ModelSection, TrainConfig
+from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.machine import DriveFacts, DriveRates, Links, MachineProfile, Rate, Rates
 from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.shape import ModelShape
 from offload_trainer.settings import load_config
 
 GB = 10**9
@@ -64,7 +67,19 @@ def wish(*words: str) -> TrainConfig:
     return load_config(["--nvme", "/ssd", "--save-every", "0", *words])
 
 
-SHAPES = {name: gpt2_shape(preset) for name, preset in PRESETS.items()}
+def shape_of(name: str, **changes: int) -> ModelShape:
+    """Return the shape of a preset in bf16, with these keys of its configuration changed."""
+    with cached_counts():
+        return resolve_model(ModelSection(name=name, overrides=changes), seed=0).shape
+
+
+class _Shapes(dict[str, ModelShape]):
+    def __missing__(self, name: str) -> ModelShape:
+        self[name] = shape_of(name)
+        return self[name]
+
+
+SHAPES = _Shapes()  # of the presets
 
 
 def least_ram(plan: Plan) -> int:

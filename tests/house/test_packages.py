@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 from commands import TINY, environment
+from sample_plans import SHAPES
 
 from offload_trainer import packages
-from offload_trainer.engine import op_builder
+from offload_trainer.engine import deepspeed as stock
 from offload_trainer.errors import TrainerError, UserError, explain
-from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.packages import OPTIONAL, REQUIRED, explain_import, is_installed, to_install, too_old
 from offload_trainer.plan.machine import _CU126, MachineProfile, read_machine
 from offload_trainer.plan.planner import make_plan
@@ -107,7 +107,7 @@ def machine(*installed: str) -> MachineProfile:
 
 
 def test_auto_never_picks_what_is_not_installed() -> None:
-    shape = gpt2_shape(PRESETS["gpt2"])
+    shape = SHAPES["gpt2"]
     config = load_config(["--model", "gpt2"])
     assert make_plan(config, shape, machine()).engine == "tiered"
     eight = load_config(["--model", "gpt2", "--engine", "deepspeed", "optim.moment_dtype=8bit"])
@@ -124,9 +124,9 @@ def test_auto_never_picks_what_is_not_installed() -> None:
 
 def test_a_broken_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that is installed but broken is reported as such; DeepSpeed fails so without a CUDA toolkit."""
-    monkeypatch.setattr(op_builder, "is_installed", lambda name: True)
+    monkeypatch.setattr(stock, "is_installed", lambda name: True)
     broken = "--engine deepspeed needs deepspeed, which is installed but cannot be imported: CUDA_HOME does not exist"
-    with pytest.raises(TrainerError, match=broken), op_builder.importing("deepspeed", feature="--engine deepspeed"):
+    with pytest.raises(TrainerError, match=broken), stock.importing("deepspeed", feature="--engine deepspeed"):
         raise RuntimeError("CUDA_HOME does not exist")
 
 

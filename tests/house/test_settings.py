@@ -281,16 +281,16 @@ def test_every_kind_of_value_of_every_key_reads_back(tmp_path: Path, monkeypatch
 
 
 def test_answers_without_torch(tmp_path: Path) -> None:
-    """Help, mistakes, recipes and plans of presets load nothing heavy and write only a copy; a mistake exits with 2.
+    """Help, mistakes and recipes load nothing heavy and write only a copy; a mistake exits with 2.
 
     A model, drive or file that is missing is named before torch is loaded.
     """
     code = (
         "import sys; from offload_trainer.cli import main\n"
         "words = (['--help'], ['optim.lrr=1'], ['plan', '--stepz', '3'], ['--print-config'], ['ls'],\n"
-        "         ['cp', 'tiny'], ['plan', '--machine', 'h200', '--model', 'gpt2'])\n"
+        "         ['cp', 'tiny'])\n"
         "codes = [main(each) for each in words]\n"
-        "assert codes == [0, 2, 2, 0, 0, 0, 0], codes\n"
+        "assert codes == [0, 2, 2, 0, 0, 0], codes\n"
         "heavy = {'torch', 'transformers', 'deepspeed', 'numpy', 'tqdm', 'psutil', 'wandb', 'trackio', 'pyarrow'}\n"
         "heavy &= set(sys.modules)\n"
         "assert not heavy, heavy\n"

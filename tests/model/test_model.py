@@ -17,7 +17,6 @@ from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.model.init_weights import initial_weights
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.model.presets import PRESETS, gpt2_shape
 
 pytestmark = pytest.mark.usefixtures("counted_once")
 
@@ -69,14 +68,6 @@ def test_loss_gradients_and_buffers_are_those_of_transformers(name: str, chunk: 
     assert source.buffers().keys() == plain_buffers.keys()
     for key, value in source.buffers().items():
         assert torch.equal(value, plain_buffers[key]), key
-
-
-@pytest.mark.parametrize(("name", "dtype"), [*((name, "bf16") for name in PRESETS), ("gpt2-mini", "fp32")])
-def test_closed_form_counts_match_transformers(name: str, dtype: str) -> None:
-    shape = resolve_model(ModelSection(name=name, dtype=dtype), seed=0).shape
-    assert gpt2_shape(PRESETS[name], item_bytes=2 if dtype == "bf16" else 4) == shape
-    if name == "gpt2-10b":
-        assert shape.parameters == 10_279_239_680
 
 
 def test_frozen_parameters_stay_frozen() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from emulated_gpu import emulated_gpu, queued
 from engine_bench import DROPOUT, batches, engine, model_directory, moved_in_step, train
-from sample_plans import GB, SHAPES, machine, wish
+from sample_plans import GB, SHAPES, machine, shape_of, wish
 from seen_calls import calls_of, run_before
 from transformers import AutoConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -18,7 +18,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.breadth_first import why_no_chain
 from offload_trainer.model.init_weights import meta_model
-from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.offloading.device import Copies, CpuDevice, CudaDevice
 from offload_trainer.offloading.model import Activations
 from offload_trainer.plan.memory import INPUTS_UNDER_WAY, BlockInputs
@@ -117,7 +116,7 @@ def test_auto_chooses_it_if_weights_are_read_for_each_micro_batch() -> None:
 
 def test_memory_grows_by_inputs_of_all_micro_batches() -> None:
     """gpt2-xl with 8 x 1 x 1024 tokens has 48 inputs of 3.3 MB in each micro-batch; away, two stay on the GPU."""
-    each, shape = 2 * 1024 * 1600, gpt2_shape(PRESETS["gpt2-xl"] | {"vocab_size": 4096})  # the peak is in a block
+    each, shape = 2 * 1024 * 1600, shape_of("gpt2-xl", vocab_size=4096)  # the peak is in a block
     for order, many in (("depth_first", 48 * each), ("breadth_first", 8 * 48 * each)):
         for away, others in (("false", {}), ("true", {"ram": many})):
             words = ["--params", "cpu", "--accumulate", "8", "--micro-batch", "1", f"tiered.micro_batch_order={order}"]

@@ -7,10 +7,9 @@ from sample_plans import GB, SHAPES, least_ram, machine, timed, wish, with_produ
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
-from offload_trainer.plan.engines import combination_mistakes
 from offload_trainer.plan.machine import MachineProfile, Rates, read_machine
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import any_placement_fits, make_plan, resolved
+from offload_trainer.plan.planner import any_placement_fits, combination_mistakes, make_plan, resolved
 
 SHAPE = SHAPES["gpt2-10b"]
 BATCH = ("--micro-batch", "4", "--accumulate", "8")

@@ -15,8 +15,16 @@ from offload_trainer.plan.memory import heap_limit
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import Weight
-from offload_trainer.plan.step_time import Bound, EarlyPages, Forecast, Overlap, UnitShare, parts_of
-from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, Tiered, left_free
+from offload_trainer.plan.step_time import (
+    Bound,
+    EarlyPages,
+    Forecast,
+    Overlap,
+    UnitShare,
+    parts_of,
+    tokens_that_hide_the_update,
+)
+from offload_trainer.plan.tiered.engine import Tiered, left_free
 from offload_trainer.plan.tiered.layout import units_of
 from offload_trainer.plan.tiered.spec import Layouts, TierSizes
 from offload_trainer.plan.tiers import Placement, TierKind
@@ -24,7 +32,7 @@ from offload_trainer.units import format_seconds
 
 SHAPE = SHAPES["gpt2-medium"]
 BOTH = ("--ram-fraction", "0.5", "--micro-batch", "2", "--params", "gpu")  # computing and drives take equally long
-EVERY = (OFF, FORWARD, FULL)
+EVERY = OFF, FORWARD, FULL = tuple(f"tiered.overlap={how}" for how in ("off", "forward", "backward"))
 PARAMS = Placement(TierKind.GPU, TierKind.RAM)
 SIZES = TierSizes(0.0, 1.0, TierKind.RAM, 1 << 20, 6, 3, overlap=False, ahead=False, speeds=())
 # drives take nearly all of the time
@@ -158,10 +166,10 @@ def test_a_little_overlap_does_not_keep_a_faster_schedule_from_being_taken(monke
     """`forward` is taken for less than 5 % of a step of 10 s; `backward` must then gain 5 % of those 10 s."""
     placed, seconds = planner._best_placement, {"data": 0.0, "forward": 3.0, "backward": 3.0, "update": 4.0}
     for hidden, full, taken in (
-        (0.3, 9.3, FULL),  # 7 % faster than without overlap, and faster than with it
-        (0.3, 9.6, FORWARD),  # 4 %
-        (0.6, 9.3, FORWARD),  # 1 % faster than an overlap that gains enough itself
-        (0.6, 8.9, FULL),
+        (0.3, 9.3, True),  # 7 % faster than without overlap, and faster than with it
+        (0.3, 9.6, False),  # 4 %
+        (0.6, 9.3, False),  # 1 % faster than an overlap that gains enough itself
+        (0.6, 8.9, True),
     ):
 
         def forecast_as_given(engine: Tiered, *others: Any, hidden: float = hidden, full: float = full) -> Plan:
@@ -172,7 +180,7 @@ def test_a_little_overlap_does_not_keep_a_faster_schedule_from_being_taken(monke
 
         monkeypatch.setattr(planner, "_best_placement", forecast_as_given)
         plan = make_plan(wish("--engine", "tiered", "--ram-fraction", "0.5"), SHAPES["gpt2"], timed())
-        assert plan.way == taken
+        assert plan.forecast.ahead == taken
 
 
 def test_more_page_buffers_hide_more_where_weights_do_not_wait_for_state() -> None:
@@ -298,24 +306,18 @@ def test_an_overlap_is_counted_itemised_and_printed(share: str, ranks: int) -> N
 # -- what `auto` chooses -----------------------------------------------------------------------------------------------
 
 
-def test_the_fastest_schedule_is_chosen_and_the_others_are_listed() -> None:
+def test_the_fastest_schedule_is_chosen() -> None:
     """Each alternative has the seconds of a plan that asks for it, with pages on drives and in RAM."""
     for words in (BOTH, DRIVES, ()):
         plan_of, drives = partial(planned, *words) if words else on_a100, bool(words)
         plan = plan_of()
         steps = {one: plan_of(one).forecast.step for one in EVERY}
-        assert {one.words: one.seconds for one in plan.ways} == {one: pytest.approx(it) for one, it in steps.items()}
-        assert plan.way == FULL == min(steps, key=lambda one: steps[one] or 0.0)
+        assert min(steps, key=lambda one: steps[one] or 0.0) == FULL
         assert plan.forecast.step == pytest.approx(steps[FULL])
         assert (plan.sizes.places, plan.sizes.ahead) == (2, True)
         assert plan.uses_drives == drives
         assert drives or 0 < steps[FULL] <= 0.95 * min(steps[OFF], steps[FORWARD])
         assert plan.forecast.if_clipped > 0
-        said = next(line for line in plan.describe(full=True).splitlines() if f"auto chose {FULL}" in line)
-        for one, step in steps.items():
-            assert (f"{one} {format_seconds(step or 0.0)}" in said) == (one != FULL)
-        taken = [one["words"] for one in plan.to_json()["ways"] if one["taken"]]
-        assert taken == [FULL]
 
 
 def test_two_copies_only_if_the_disk_has_room() -> None:
@@ -324,29 +326,26 @@ def test_two_copies_only_if_the_disk_has_room() -> None:
     need = both.tiers["/ssd"]["need"]
     for free, way in ((need, FULL), (need - 1, FORWARD), (need - second, FORWARD)):
         plan = planned(*BOTH, on=replace(timed(), drives=(replace(drive, free_bytes=free),)))
-        assert (plan.fits, plan.way) == (True, way)
-        assert ("auto ruled out tiered.overlap=backward: /ssd needs" in plan.describe(full=True)) == (way != FULL)
+        assert (plan.fits, plan.sizes.overlap, plan.sizes.ahead) == (True, True, way == FULL)
+        assert ("rejected: tiered.overlap=backward: /ssd needs" in plan.describe(full=True)) == (way != FULL)
 
 
 def test_a_configured_schedule_is_kept_and_an_impossible_one_named() -> None:
     """A session cannot speculate, and several ranks do only if configured. Without drives there is no choice."""
-    for copies, left in ((1, {OFF, FORWARD}), (2, {*EVERY})):
-        plan = planned(*BOTH, f"tiered.state_copies={copies}")
-        assert {way.words for way in plan.ways} == left
-        assert plan.way in left
+    assert not planned(*BOTH, "tiered.state_copies=1").sizes.ahead
     for words in EVERY:
         plan = planned(*BOTH, words)
-        assert (plan.ways, plan.sizes.overlap, plan.sizes.ahead) == ((), words != OFF, words == FULL)
-    for more, why in (({"saves": False}, ": in a session, the learning rate"), ({"world": 2}, " with 2 ranks")):
+        assert (plan.sizes.overlap, plan.sizes.ahead) == (words != OFF, words == FULL)
+    for more, why in (({"saves": False}, "in a session, the learning rate"), ({"world": 2}, "with 2 ranks")):
         plan = planned(*BOTH[:4], **more)
-        assert (plan.way == FULL, plan.sizes.ahead) == (False, False)
-        assert f"auto ruled out {FULL}{why}" in plan.describe(full=True)
+        assert not plan.sizes.ahead
+        assert f"rejected: {FULL}: {why}" in plan.describe(full=True)
     assert planned(*BOTH[:4], FULL, world=2).sizes.ahead
     with pytest.raises(UserError, match=FULL):
         planned(FULL, saves=False)
     for on in (machine(), timed()):
         plan = planned("--ram-fraction", "1", "--params", "gpu", on=on)
-        assert (plan.ways, plan.sizes.overlap, plan.sizes.places) == ((), False, 1)
+        assert (plan.sizes.overlap, plan.sizes.places) == (False, 1)
 
 
 # -- pages in RAM ------------------------------------------------------------------------------------------------------
@@ -368,7 +367,8 @@ def shadow_memory(plan: Plan) -> int:
 
 def test_a_small_gain_is_not_mentioned() -> None:
     plan = on_a100(accumulate=32)
-    assert (plan.ways, plan.sizes.ahead, shadow_memory(plan)) == ((), False, 0)
+    assert FULL not in dict(plan.rejected)
+    assert (plan.sizes.ahead, shadow_memory(plan)) == (False, 0)
     assert on_a100(FULL, accumulate=32).forecast.step > 0.95 * plan.forecast.step
     plans = [planned("--ram-fraction", "1", "--params", "gpu", way) for way in (FORWARD, FULL)]
     assert [shadow_memory(plan) for plan in plans] == [0, 0]  # without a GPU pages in RAM wait for the decision
@@ -398,18 +398,16 @@ def test_shadow_memory_is_as_much_as_fits_in_the_ram_that_is_left() -> None:
 
 
 @pytest.mark.parametrize("gpu", [0, 16 * GB])
-def test_an_untimed_machine_uses_the_free_schedule_and_names_what_timing_would_decide(gpu: int) -> None:
+def test_an_untimed_machine_uses_the_free_schedule_and_names_the_command_that_times_it(gpu: int) -> None:
     """It overlaps the update with the next forward, which needs no more bytes, unless there is no core for it."""
     on = machine(gpu=gpu)
     words = (*BOTH, "--gpu-fraction", "0")
     plan = planned(*words, on=on)
-    assert (plan.way, plan.sizes.overlap, plan.sizes.places) == (FORWARD, True, 1)
+    assert (plan.sizes.overlap, plan.sizes.places) == (True, 1)
     in_line = planned(*words, OFF, on=on)
     assert (plan.items, plan.tiers, plan.traffic) == (in_line.items, in_line.tiers, in_line.traffic)
     times = next(line for line in plan.describe(full=True).splitlines() if "offload-train bench" in line)
     assert "run `offload-train bench --nvme /ssd` once to time it" in times
-    assert f"the fastest of {FORWARD} (the current choice), {OFF}, {FULL}" in times
-    assert [one["words"] for one in plan.to_json()["ways"] if one["taken"]] == [FORWARD]
     assert planned(*words, OFF, on=on).sizes.overlap is False
     assert planned(*words, on=replace(on, cores=1)).sizes.overlap == bool(gpu)
     assert planned(*words[:4], on=on, world=2).sizes.overlap
@@ -419,9 +417,8 @@ def test_an_untimed_machine_uses_the_free_schedule_and_names_what_timing_would_d
 def test_from_that_many_tokens_on_the_update_is_a_tenth(way: str) -> None:
     """A plan with that many tokens, by accumulation, confirms it, within a tenth: it also adds gradients."""
     always = [*DRIVES, "model.activation_checkpointing=on"]
-    found = next(one for one in planned(*always).ways if one.words == way)
-    assert found.tokens
-    many = planned(*always, way, "--accumulate", str(round(found.tokens / 128))).forecast
+    tokens = tokens_that_hide_the_update(planned(*always, way).forecast, tokens=128)
+    many = planned(*always, way, "--accumulate", str(round(tokens / 128))).forecast
     assert 0.09 < (many.seconds["update"] - many.hidden) / many.step < 0.103
 
 

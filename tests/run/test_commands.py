@@ -9,11 +9,10 @@ from commands import TINY, ask
 from sample_plans import SHAPES, machine, wish
 
 from offload_trainer import cli
-from offload_trainer.engine import op_builder
+from offload_trainer.engine import deepspeed as stock
 from offload_trainer.errors import TrainerError
-from offload_trainer.plan.engines import engine_of
 from offload_trainer.plan.machine import DriveFacts, read_machine
-from offload_trainer.plan.planner import make_plan
+from offload_trainer.plan.planner import engine_of, make_plan
 from offload_trainer.run.commands import doctor, tune
 from offload_trainer.run.commands.recipes import recipes
 from offload_trainer.settings import load_config
@@ -108,7 +107,7 @@ def test_the_compilers_message_is_shown(monkeypatch: pytest.MonkeyPatch) -> None
     def broken(name: str) -> None:
         raise TrainerError(f"DeepSpeed's kernel {name} could not be built: fatal error: omp.h: No such file")
 
-    monkeypatch.setattr(op_builder, "load_kernel", broken)
+    monkeypatch.setattr(stock, "load_kernel", broken)
     config = load_config(["--engine", "deepspeed"])
     checks = doctor.examine(config)
     found = next(check for check in checks if check.name == "kernel cpu_adam")

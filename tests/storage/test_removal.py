@@ -27,7 +27,7 @@ SINGLE = {"unlink", "rename", "replace", "remove", "truncate", "ftruncate"}
 THE_ONE = "storage/owned_dirs.py"
 SINGLE_FILES = {  # the calls of each module, and what they concern
     "data/tokenfile.py": {"unlink", "replace"},  # our temporary, a sidecar of other content; a finished token file
-    "engine/op_builder.py": {"unlink"},  # torch's build lock, behind which nobody works
+    "engine/deepspeed.py": {"unlink"},  # torch's build lock, behind which nobody works
     "run/export.py": {"unlink"},  # the buffers' file in our workplace
     "hf.py": {"unlink", "replace"},  # weights of an earlier save, and of this one, where the Trainer saves
     "storage/retention.py": {"rename"},  # a checkpoint of ours is moved into a scratch directory, which is removed

@@ -21,7 +21,7 @@ import pytest
 from dead_run_files import NOBODY, ROOT, dead_lease, died
 from synthetic_checkpoints import save
 
-from offload_trainer.engine import op_builder
+from offload_trainer.engine import deepspeed as stock
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import rate_cache
 from offload_trainer.optim import kernel_cache
@@ -444,9 +444,9 @@ def test_directories_of_torchs_extensions_that_cannot_be_made(tmp_path: Path, mo
     """`doctor` and `bench` continue without the directory of torch's extensions."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file/extensions"))
-    assert not op_builder.is_built("async_io")
+    assert not stock.is_built("async_io")
     with pytest.raises(TrainerError, match=r"cpu_adam could not be built: Not a directory.*TORCH_EXTENSIONS_DIR"):
-        op_builder._load(SimpleNamespace(name="cpu_adam"))
+        stock._load(SimpleNamespace(name="cpu_adam"))
 
 
 @pytest.mark.slow
@@ -458,10 +458,10 @@ def test_builds_of_torchs_extensions_take_turns(
     Without locks it is not removed, since its process may be alive.
     """
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(op_builder, "_build_directory", lambda build: tmp_path / build)
+    monkeypatch.setattr(stock, "_build_directory", lambda build: tmp_path / build)
     removed: list[Path] = []
-    monkeypatch.setattr(op_builder, "remove_stale_lock", removed.append)
+    monkeypatch.setattr(stock, "remove_stale_lock", removed.append)
     for name in ("cpu_adam", "async_io"):
-        assert op_builder._load(SimpleNamespace(name=name, load=lambda verbose: "op")) == "op"
+        assert stock._load(SimpleNamespace(name=name, load=lambda verbose: "op")) == "op"
     builds = ["cpu_adam", "async_io", "pin_memory"] if filesystem != "none" else []
     assert removed == [tmp_path / name for name in builds]

@@ -52,10 +52,9 @@ from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 WORTH = 0.05  # share of a step that an alternative update schedule must save, since forecasts are inexact
-_FORWARD_WORTH = 0.02  # the same for `FORWARD` instead of `OFF`, which needs no memory and changes no bits
+_FORWARD_WORTH = 0.02  # the same for overlap with the next forward, which needs no memory and changes no bits
 
-# The update schedules: without overlap, with the next forward, and with the backward too (two copies of the state).
-OFF, FORWARD, FULL = (f"tiered.overlap={how}" for how in ("off", "forward", "backward"))
+FULL = "tiered.overlap=backward"  # the update schedule that needs two copies of the state
 
 _LARGE = 64 * 10**9  # bytes of RAM
 _GRADIENT = 4  # upper limit of bytes per element; gradients stay on the GPU if the state is there
@@ -457,7 +456,7 @@ class TieredCandidate:
             # CPU computes the model, there must be more cores than ranks: each rank's update needs a core too.
             gains = self.uses_drives and (gpu or machine.cores > work.here)
         if not sizes.overlap and not gains:
-            return sizes, replace(found, could_hide=hidden)
+            return sizes, found
         if sizes.ahead:
             return sizes, self._overlapping_backward(overlap, read_early=early)
         return replace(sizes, overlap=True), replace(found, behind=True, hidden=hidden)

@@ -16,9 +16,8 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import UnusableGpu, available_ram_bytes, probe_machine
 from offload_trainer.packages import REQUIRED, is_installed, to_install, too_old
 from offload_trainer.plan.deepspeed import DeepSpeed
-from offload_trainer.plan.engines import engine_of
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, card_mistakes
-from offload_trainer.plan.planner import with_dtype_of_card
+from offload_trainer.plan.planner import engine_of, with_dtype_of_card
 from offload_trainer.plan.tiered.engine import Tiered
 from offload_trainer.units import format_bytes
 
@@ -123,7 +122,7 @@ def _stock_tools(*, needed: bool, drive: bool) -> Iterator[Check]:
             yield Check("deepspeed", "ok", "not installed (only --engine deepspeed needs it)")
         return
     yield Check("deepspeed", "ok", version("deepspeed"))
-    from offload_trainer.engine.op_builder import is_built, load_kernel
+    from offload_trainer.engine.deepspeed import is_built, load_kernel
 
     for name, wanted in (("cpu_adam", needed), ("async_io", needed and drive)):
         if not wanted:

@@ -1,26 +1,21 @@
 """The `plan` command for other machines, and its comparison of the ways to divide a step over ranks.
 
-`run/planning.py` plans runs on this machine. An unmodified preset is planned without importing torch. Other models are
-sized from a transformers model on the meta device.
+`run/planning.py` plans runs on this machine.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
-from offload_trainer.config import DeepSpeedSection, ModelSection, TieredSection, TrainConfig
+from offload_trainer.config import DeepSpeedSection, TieredSection, TrainConfig
 from offload_trainer.errors import UserError
-from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.plan.communication import GPUS, NETWORK
 from offload_trainer.plan.machine import MachineProfile, describe_links
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan, workload
-from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME
-from offload_trainer.plan.workload import item_bytes
-from offload_trainer.run.planning import machine_here, model_of, planned, with_longest_row, with_what_fits
+from offload_trainer.run.planning import machine_here, model_of, planned, with_what_fits
 from offload_trainer.settings import with_words
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -28,13 +23,11 @@ _MICRO = (64, 16, 4, 1)  # micro-batch sizes to try in a comparison; planning ev
 
 
 def plan_elsewhere(config: TrainConfig, machine: MachineProfile, *, nodes: int | None = None) -> Plan:
-    """Plan a run on a described machine, or on `nodes` of them, with the longest row that fits."""
-    count, source = nodes or machine.nodes, _source(config)
+    """Plan a run on a described machine, or on `nodes` of them."""
+    count, source = nodes or machine.nodes, model_of(config)
     each = config.placement.gpus if nodes is None and count == 1 else _gpus(config, machine)
     found = planned(config, source, machine, world=count * each, nodes=count)
-    if not found.plan.fits:
-        found = with_what_fits(found, config, here=False)
-    return with_longest_row(found, config).plan
+    return (found if found.plan.fits else with_what_fits(found, config, here=False)).plan
 
 
 # -- ways to divide a step over ranks (`plan --parallel`) -------------------------------------------------------------
@@ -68,7 +61,7 @@ def compare_modes(
         raise UserError(
             "--parallel compares ways to divide a step over ranks, and there is only one rank: add --gpus N"
         )
-    source = _source(config.with_keys("parallel", pipeline="auto"))  # which also looks for why there can be none
+    source = model_of(config.with_keys("parallel", pipeline=world))  # which also looks for why there can be none
     work = workload(config, source.shape, world=world, nodes=count)
     rows = work.micro_batch * work.accumulate * max(1, work.data)  # of the ranks with rows of their own
     plans, refused = list[tuple[str, str, Plan]](), dict[str, list[str]]()
@@ -148,23 +141,6 @@ def _line(name: str, words: str, plan: Plan) -> str:
 def _gpus(config: TrainConfig, machine: MachineProfile) -> int:
     """Return the ranks of each described machine: --gpus, or else the machine's GPUs."""
     return config.placement.gpus if "gpus" in config.placement.model_fields_set else machine.gpus
-
-
-def _source(config: TrainConfig) -> Any:
-    """Return the ModelSource, or of an unmodified preset what plans read of it."""
-    preset = _preset(config)
-    return SimpleNamespace(shape=preset) if preset else model_of(config)
-
-
-def _preset(config: TrainConfig) -> ModelShape | None:
-    """Return the shape of an unmodified preset, computed without torch; None for any other model."""
-    section = config.model
-    changed = section.overrides or section.freeze or section.attention != ModelSection().attention
-    changed = changed or config.data.packing == "on" or section.base != ModelSection().base
-    if changed or section.name not in PRESETS:
-        return None
-    bytes_each, chunk = item_bytes(section.dtype), section.loss_chunk
-    return gpt2_shape(PRESETS[section.name], item_bytes=bytes_each, chunk=chunk)
 
 
 def described(machine: MachineProfile, nvme: Sequence[str]) -> MachineProfile:

@@ -13,10 +13,9 @@ import torch
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.optim.kernel_api import PageUpdate, Sum, zlib_sum
-from offload_trainer.optim.kernel_cache import built
+from offload_trainer.optim.kernel_cache import FLAGS, SOURCE, built
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
 from offload_trainer.optim.norms import Pieces
-from offload_trainer.optim.prebuilt_kernels import FLAGS, SOURCE
 from offload_trainer.optim.rules import TYPES, AdamStep, Muon, fields_of, step_constants
 from offload_trainer.plan.tiered.state_formats import KINDS
 
@@ -52,9 +51,9 @@ class NativeKernel:
 
     name = "native"
 
-    def __init__(self, path: Path | None = None) -> None:
-        """Load the library at `path`, or the one compiled for this CPU. Raises TrainerError if that fails."""
-        path = path or built(SOURCE, flags=FLAGS)
+    def __init__(self) -> None:
+        """Load the library, which is compiled if the cache does not have it. Raises TrainerError if that fails."""
+        path = built(SOURCE, flags=FLAGS)
         try:
             self._functions = ctypes.CDLL(str(path))  # ctypes releases the GIL during calls
         except OSError as error:
@@ -62,7 +61,6 @@ class NativeKernel:
                 f"{path}: cannot be loaded: {error}. Where the cache's filesystem is mounted noexec, name another "
                 "directory with OFFLOAD_TRAINER_CACHE"
             ) from error
-        self.level = path.stem.partition(".")[2]  # x86-64 level of a prebuilt library; "" if compiled for this CPU
         self.lanes = UNKNOWN  # order of torch's norm; while it is unknown, torch measures what is not ordered
         self.parallel = openmp_parallel()
         self._functions.page_sum.restype = _SIZE

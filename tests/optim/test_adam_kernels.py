@@ -34,7 +34,7 @@ from offload_trainer.offloading.pages.store import PageSnapshot, PageTable
 from offload_trainer.optim import cuda_adam, kernel_api, kernels, native_kernel
 from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel, why_no_cuda_kernel
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, TorchKernel
-from offload_trainer.optim.kernel_cache import built, prebuilt
+from offload_trainer.optim.kernel_cache import built
 from offload_trainer.optim.kernels import random_page
 from offload_trainer.optim.moments import dynamic_map, stored_field
 from offload_trainer.optim.native_kernel import NativeKernel
@@ -88,7 +88,7 @@ def compiled_kernels() -> list[Kernel]:
     """Return Triton's kernel and the C++ one; a machine with a GPU may have no compiler."""
     found: list[Kernel] = [cuda_kernel()]
     with suppress(TrainerError) if PLACE.type == "cuda" else nullcontext():
-        found.append(NativeKernel(prebuilt()))
+        found.append(NativeKernel())
     return found
 
 

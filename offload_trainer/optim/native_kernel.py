@@ -166,10 +166,7 @@ class _Part(ctypes.Structure):  # adam.cpp
 
 
 class _Tables(ctypes.Structure):  # formats.h
-    _fields_ = (
-        *fields_of(_POINTER * 2, "values", "planes"),
-        *fields_of(_POINTER, "nearest", "lower", "cells"),
-    )
+    _fields_ = fields_of(_POINTER, "unsigned_values", "signed_values", "nearest", "lower", "cells")
 
 
 class _Page(ctypes.Structure):  # adam.cpp
@@ -198,9 +195,5 @@ def _tables() -> tuple[_Tables, tuple[torch.Tensor, ...]]:
     steps[0, 1] = 0.0
     nearest = torch.zeros(2, 2**15, dtype=torch.int32)  # indexed by the upper 16 bits, which include the sign
     nearest[:, :0x3F81] = nearest_table()
-    values = [dynamic_map(False), dynamic_map(True)]
-    planes = [table.view(torch.uint8).view(256, 4).T.contiguous() for table in values]
-    kept = (*values, *planes, nearest, lower_table(), steps)
-    at = [tensor.data_ptr() for tensor in kept]
-    pair = _POINTER * 2
-    return _Tables(pair(*at[:2]), pair(*at[2:4]), *at[4:]), kept
+    kept = dynamic_map(False), dynamic_map(True), nearest, lower_table(), steps
+    return _Tables(*(tensor.data_ptr() for tensor in kept)), kept

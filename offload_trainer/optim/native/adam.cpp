@@ -138,8 +138,8 @@ template <Type MASTERS, Type MOMENTS>
             draw(page.exp_avg_sq_noise, at, n, chance);
             encode_bf16(exp_avg_sq, chance, static_cast<uint16_t*>(page.exp_avg_sq) + at, n);
         } else {
-            decode_8bit(codes + from, *page.tables, 1, exp_avg, n);
-            decode_8bit(codes_sq + from, *page.tables, 0, exp_avg_sq, n);
+            look_up(page.tables->signed_values, codes + from, exp_avg, n);
+            look_up(page.tables->unsigned_values, codes_sq + from, exp_avg_sq, n);
             adam<true>(step, correction, {*scale, *scale_sq}, master, exp_avg, exp_avg_sq, grad, n);
         }
         if (MASTERS == BF16) {

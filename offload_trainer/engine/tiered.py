@@ -31,10 +31,10 @@ from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.kernels import choose_kernel
-from offload_trainer.optim.loss_scale import LossScale
 from offload_trainer.optim.native_kernel import UNKNOWN, NativeKernel
 from offload_trainer.optim.norms import clip_factor
 from offload_trainer.optim.rules import MUON_SETTINGS, Hyper, hypers_of
+from offload_trainer.optim.state_files import LossScale
 from offload_trainer.plan.memory import inputs_of, slots_of
 from offload_trainer.plan.shape import decay_groups
 from offload_trainer.plan.tiered.layout import TierMap, Unit

@@ -27,9 +27,8 @@ from offload_trainer.offloading.update.updater import StepParams, Updater, range
 from offload_trainer.offloading.weights.lazy_weight import LazyWeight
 from offload_trainer.offloading.weights.parameter import offload_parameter
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
-from offload_trainer.optim.loss_scale import CONSTANT
 from offload_trainer.optim.rules import Hyper
-from offload_trainer.optim.state_files import EngineState
+from offload_trainer.optim.state_files import CONSTANT, EngineState
 from offload_trainer.plan.memory import BlockInputs
 from offload_trainer.storage.host_memory import Heap
 

@@ -1,9 +1,8 @@
-"""The optimizer update for state in GPU memory: launches of triton_adam.py's function, which has the CPU kernel's bits.
+"""The optimizer update for state in GPU memory: launches of triton_adam.py's functions, which have the CPU's bits.
 
 `choose_cuda_kernel` compares them on the GPU before training starts. If Triton cannot run there or differs, all
-optimizer state stays in RAM and on NVMe; there is no slower GPU fallback. Triton compiles the function at its first
-launch with each combination of dtypes, in seconds, and keeps the code for later processes (TRITON_CACHE_DIR, by default
-in this package's cache).
+optimizer state stays in RAM and on NVMe. Triton compiles a function at its first launch with each combination of
+dtypes, in seconds, and keeps the code for later processes (TRITON_CACHE_DIR, by default in this package's cache).
 """
 
 import ctypes

@@ -1,7 +1,6 @@
 """The CPU kernel in C++ (native/): one call reads gradients, updates the state and writes new 16-bit weights.
 
-AdamW moves 28 bytes per element through memory with fp32 moments, 20 with bf16 and 16 with 8-bit ones, 4 less with bf16
-masters. Gradients are added and measured in one pass. All results equal those of torch's operations bit for bit.
+All results equal those of torch's operations bit for bit.
 """
 
 import ctypes

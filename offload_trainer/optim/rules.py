@@ -1,11 +1,8 @@
 """Update rules: the hyperparameters of a step, its arithmetic in torch, and compiled kernels' constants.
 
-AdamW updates elements one by one, so pages and the ranges of ranks may begin and end anywhere in a matrix. Its state is
-described in `plan/tiered/state_formats.py`. native/adam.cpp declares `AdamStep` with the same fields, triton_adam.py
-reads them by position, and `kernels.py` compares kernels with torch for some values of them: change all four together.
-
-A rule on whole matrices (Muon) has `UpdateRule.matrices`. The layout then cuts neither pages nor the ranges
-of ranks inside a matrix, `MatrixKernel` (muon.py) updates a page matrix by matrix, and all other weights follow AdamW.
+native/adam.cpp declares `AdamStep` with the same fields, triton_adam.py reads them by position, and `kernels.py`
+compares kernels with torch for some values of them: change all four together. A rule on whole matrices (Muon) has
+`UpdateRule.matrices`: pages and the ranges of ranks are not cut inside a matrix, and all other weights follow AdamW.
 """
 
 import ctypes

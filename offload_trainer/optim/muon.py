@@ -1,8 +1,8 @@
 """Muon: momentum, and its orthogonalisation by a Newton-Schulz iteration; other weights follow AdamW.
 
 The steps and constants are those of torch.optim.Muon (Jordan et al. 2024; the rate by shape: arXiv 2502.16982), whose
-CPU kernels fuse multiplications with additions. `TorchMuon` computes each fused pair in double precision and rounds it to
-fp32, which is the same on every device.
+CPU kernels fuse multiplications with additions. `TorchMuon` computes each fused pair in double precision and rounds it
+to fp32, which is the same on every device.
 """
 
 import math

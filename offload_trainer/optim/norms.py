@@ -2,8 +2,8 @@
 
 A sum over micro-batches may be on a GPU, in host memory or on a drive, and torch's norm adds in a different order on
 each. If a GPU trains, norms of sums are therefore ordered: squares are added by halving. `Pieces` says into which
-pieces a weight is cut: in host memory a kernel returns one partial result a piece while it adds a gradient (`TorchKernel.add`),
-and `Pieces.norm` combines them.
+pieces a weight is cut: in host memory a kernel returns one partial result a piece while it adds a gradient
+(`TorchKernel.add`), and `Pieces.norm` combines them.
 """
 
 from dataclasses import dataclass

@@ -182,7 +182,8 @@ class TensorFileReader:
     """A reader of one safetensors file, by tensor or by part. As a context manager it closes the file on exit.
 
     The safetensors library validates the file; the data is read with pread, because pages of the library's mapping
-    would count as this process's memory until the file is closed. Raises UserError for a file that is missing, incomplete or not safetensors, or that holds an unsupported dtype.
+    would count as this process's memory until the file is closed. Raises UserError for a file that is missing,
+    incomplete or not safetensors, or that holds an unsupported dtype.
     """
 
     def __init__(self, path: Path) -> None:

@@ -343,8 +343,11 @@ def _device_kernel(homes: TierMap, device: Device, kernel: Kernel, *, say: Say) 
     """Return the kernel that updates pages on the device with the bits of `kernel`. Raises UserError without one."""
     if device.place.type != "cuda" or not any(page.home == DEVICE for page in homes.pages):
         return kernel
-    found, why = choose_cuda_kernel(device.place)
-    say(why)
+    found, words = choose_cuda_kernel(device.place)
     if found is None:
-        raise UserError(f"{why}. Use --gpu-fraction 0, so that the state is in RAM and on drives")
+        raise UserError(
+            f"The update on {device.place} cannot be used: {words}. Use --gpu-fraction 0, so that the state is in RAM "
+            "and on drives"
+        )
+    say(words)
     return found

@@ -96,7 +96,7 @@ def available_updates(*, say: Callable[[str], None]) -> list[TimedUpdate]:
     if torch.cuda.is_available():
         there, words = choose_cuda_kernel(_GPU)
         if there is None:
-            say(f"bench: {words}")
+            say(f"bench: the update on the GPU is left out: {words}")
         else:
             found += [TimedUpdate(there, format) for format in ADAMW_FORMATS]
     return found

@@ -169,33 +169,20 @@ def _without_bf16(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def choose_cuda_kernel(place: torch.device) -> tuple[CudaKernel | None, str]:
-    """Return the kernel for pages on the GPU `place`, or None, together with a sentence for the log.
+    """Return the kernel for pages on the GPU `place` with a sentence for the log, or None and the reason in one line.
 
-    The kernel is None, and the sentence gives the reason, if it cannot be compiled or does not match the CPU's bit for
-    bit: results must not depend on the placement of the state.
+    It never raises. There is none if it cannot be compiled or does not match the CPU's bit for bit: results must not
+    depend on the placement of the state. The reason has the error's type if it is a driver's or a library's.
     """
-    kernel = _kernel_or_reason(place)
-    if isinstance(kernel, str):
-        return None, f"The update on {place}: not used, so that no state can live there: {kernel}"
+    try:
+        kernel = _checked_kernel(torch.device("cuda", torch.cuda.current_device()) if place == _CURRENT else place)
+    except Exception as error:
+        words = " ".join(str(error).split())
+        return None, words if isinstance(error, TrainerError) else f"{type(error).__name__}: {words}"[:500]
     words = f"The update on {kernel.place}: compiled by Triton {kernel.version}, checked to give the CPU's bits."
     if not kernel.adds_gradients:
         words += " Gradients there are added by torch's slower operations."
     return kernel, words
-
-
-def why_no_cuda_kernel(place: torch.device) -> str | None:
-    """Return why no optimizer state can be placed on the GPU `place`, or None if it can. It never raises."""
-    kernel = _kernel_or_reason(place)
-    return kernel if isinstance(kernel, str) else None
-
-
-def _kernel_or_reason(place: torch.device) -> CudaKernel | str:
-    """Return the kernel, or why there is none in one line, with the error's type if it is a driver's or a library's."""
-    try:
-        return _checked_kernel(torch.device("cuda", torch.cuda.current_device()) if place == _CURRENT else place)
-    except Exception as error:
-        words = " ".join(str(error).split())
-        return words if isinstance(error, TrainerError) else f"{type(error).__name__}: {words}"[:500]
 
 
 @functools.cache  # a plan asks before its run

@@ -32,7 +32,7 @@ from update_ranges import ADAMW, FIRST, FORMATS, MARK, NOISE, UNIT, form, part
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.offloading.pages.store import PageSnapshot, PageTable
 from offload_trainer.optim import cuda_adam, kernel_api, kernels, native_kernel
-from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel, why_no_cuda_kernel
+from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, TorchKernel
 from offload_trainer.optim.kernel_cache import built
 from offload_trainer.optim.kernels import random_page
@@ -388,10 +388,11 @@ def test_it_is_used_if_it_gives_the_bits_of_the_cpu(monkeypatch: pytest.MonkeyPa
     A plan makes it, and the run takes the same kernel.
     """
     monkeypatch.setattr(cuda_adam, "CudaKernel", lambda _: cuda_kernel())
-    assert why_no_cuda_kernel(PLACE) is None
+    first, _ = choose_cuda_kernel(PLACE)
     monkeypatch.setattr(cuda_adam, "CudaKernel", None)
     kernel, words = choose_cuda_kernel(PLACE)
     assert isinstance(kernel, CudaKernel)
+    assert kernel is first
     assert kernel.adds_gradients
     assert words.endswith("checked to give the CPU's bits.")
 
@@ -420,7 +421,6 @@ def test_a_gpu_with_other_bits_is_not_used(
     kernel, words = choose_cuda_kernel(PLACE)
     assert kernel is None
     assert "torch kernel in their last bits" in words
-    assert "no state can live there" in words
 
 
 @pytest.mark.parametrize(
@@ -436,7 +436,6 @@ def test_every_error_becomes_a_reason(error: Exception, words: str, monkeypatch:
     kernel, said = choose_cuda_kernel(PLACE)
     assert kernel is None
     assert words in said
-    assert words in (why_no_cuda_kernel(PLACE) or "")
 
 
 def test_without_triton_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """A run's private directory on an NVMe drive: locked while the run lives, removed when the run ends or has died.
 
-DIR/offload-trainer/              root of this user; DIR/offload-trainer-UID if another user has that name
+DIR/offload-trainer/              root of one user
     run-0123abcd/.lock            the mark, locked while its run lives; the kernel releases the lock even after kill -9
     run-0123abcd/.for             for page files that can be resumed after a kill: path of the list that names them
     run-0123abcd/.ranks           locked (shared) as long as another rank lives that writes there
@@ -45,8 +45,7 @@ def leased(
     stays. Raises TrainerError if no directory can be created.
     """
     try:
-        for _ in range(2):  # another user may take the first name at this moment
-            root_of(drive).mkdir(exist_ok=True)
+        root_of(drive).mkdir(exist_ok=True)
         clear(drive, say=say, listed=listed, but=instead.path if instead else None)
         place = instead or ScratchDirectory(root_of(drive) / f"run-{secrets.token_hex(4)}", what=_WHAT, say=say)
     except OSError as error:
@@ -66,22 +65,18 @@ def leased(
 def root_of(drive: Path) -> Path:
     """Return the directory under `drive` that contains, or will contain, this user's private directories.
 
-    Raises UserError if neither of the two names can be used: each belongs to another user, or is a link or a file.
+    Raises UserError if another user's directory, a link or a file has its name.
     """
-    found = ""
-    for name in ("offload-trainer", f"offload-trainer-{os.geteuid()}"):
-        root = drive / name
-        try:
-            about = root.lstat()
-        except FileNotFoundError:
-            return root
+    root = drive / "offload-trainer"
+    with suppress(FileNotFoundError):
+        about = root.lstat()
         ours, folder = is_ours(about.st_uid, drive), stat.S_ISDIR(about.st_mode)
-        if ours and folder:
-            return root
-        found = f"{root} is {'a link or a file' if not folder else 'a directory'} of {'yours' if ours else 'others'}"
-        if ours:
-            break
-    raise UserError(f"{found}, and page files cannot go there: move it away, or name another directory with --nvme")
+        if not (ours and folder):
+            what = f"{'a directory' if folder else 'a link or a file'} of {'yours' if ours else 'another user'}"
+            raise UserError(
+                f"{root} is {what}, and page files cannot go there: move it away, or name another directory with --nvme"
+            )
+    return root
 
 
 def take_over(folder: Path, *, say: Say) -> ScratchDirectory:

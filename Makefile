@@ -1,5 +1,4 @@
 # make demo: fine-tune a pretrained chat model, through a kill, and ask it (WORDS='--seed 7': with these flags).
-# make wheel: a release in dist/: source distribution, and a wheel that needs no compiler.
 # make gpu-folder: .gpu, what scripts/gpu_suite.sh needs on a machine without network or compiler (docs/benchmarks/gpu.md).
 # make test: what a change can break, in five minutes on two cores (SEED=7: other cases of the matrices, other trials).
 # make test-all: every test that this machine can run, and the lowest versions of all libraries; nightly, and before a
@@ -12,14 +11,11 @@ RUN := $(VENV)/bin
 test: SEED ?= 0
 test-all: SEED ?= $(shell date +%Y%m%d)
 
-.PHONY: demo wheel gpu-folder test test-all check setup clean
+.PHONY: demo gpu-folder test test-all check setup clean
 
 demo: setup
 	rm -rf demo-run
 	$(RUN)/python scripts/demo.py demo-run $(WORDS)
-
-wheel: setup
-	$(RUN)/python scripts/build_release.py dist
 
 gpu-folder: setup
 	$(RUN)/python scripts/gpu_folder.py .gpu

@@ -144,11 +144,11 @@ def carry_out(
 
     The process is prepared before anything imports torch, since CUDA reads its settings when it is first used.
     """
-    from offload_trainer.optim import loss_scale
+    from offload_trainer.optim import state_files
     from offload_trainer.run.process_setup import prepare_process
     from offload_trainer.settings import load_config
 
-    loss_scale.INITIAL_SCALE = 1024.0  # fewer of the first steps overflow
+    state_files.INITIAL_SCALE = 1024.0  # fewer of the first steps overflow
     config = load_config([*_ALWAYS, *words, "--output", output])
     prepare_process(config)
     import torch

@@ -1,7 +1,6 @@
 """Third-party packages: minimum versions, and error messages for those that are missing or too old.
 
-`REQUIRED` and `OPTIONAL` repeat the bounds of pyproject.toml, because a checkout that is only on the path has no
-metadata. A test keeps the two equal, and scripts/lowest_versions.py runs the lowest versions.
+The bounds repeat pyproject.toml's, because a checkout that is only on the path has no metadata. A test compares them.
 """
 
 import re

@@ -1,11 +1,8 @@
 """Read untrusted files safely: size-limited JSON and YAML, validated against a type, from regular files only.
 
-    file ── size limit ── pydantic's JSON validation ──> value, or one UserError
-                       └─ YAML with limits ──> plain values
-
 Every file that the program reads is opened here, because opening a pipe or a device could block forever. A file may
-be truncated, from another version, from another program, or malicious. In every case the result is a value of the
-requested type, or one error that names the file, the problem and the remedy.
+be truncated, from another program, or malicious: the result is a value of the requested type, or one error that names
+the file, the problem and the remedy.
 """
 
 import errno

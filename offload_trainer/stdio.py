@@ -1,7 +1,7 @@
 """Replacements for stdout and stderr that survive a closed terminal, a closed pipe and a full disk.
 
-A run must not end because its terminal is gone. Once the other end is closed, the file descriptor is redirected to
-/dev/null, so that other code in the process, such as C libraries and signal handlers, does not fail on it either.
+Once the other end is closed, the file descriptor is redirected to /dev/null, so that C libraries and signal handlers
+do not fail on it either.
 """
 
 import errno

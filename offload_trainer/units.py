@@ -1,7 +1,4 @@
-"""Format bytes, seconds and counts for messages, and escape text. Everywhere else they are plain numbers.
-
-Sizes are decimal (1 GB = 10**9 bytes), as for drives and bandwidths.
-"""
+"""Format bytes, seconds and counts for messages, and escape text. Sizes are decimal (1 GB = 10**9 bytes)."""
 
 from shutil import get_terminal_size
 

@@ -17,6 +17,7 @@ if [ ! -x "$(command -v "$python")" ]; then
   python=python3
   if [ -d "$root/.gpu" ]; then
     export PYTHONPATH="$root/.gpu/site:$PYTHONPATH" OFFLOAD_TRAINER_CACHE="${OFFLOAD_TRAINER_CACHE:-$root/.gpu/cache}"
+    "$python" "$root/scripts/gpu_folder.py" --place-kernel "$root/.gpu" || echo "gpu_suite: no kernel from .gpu" >&2
   fi
 fi
 exec "$python" "$root/scripts/gpu_suite.py" "$@"

@@ -29,9 +29,15 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.model.init_weights import set_buffer
 from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import as_parameter
-from offload_trainer.optim import loss_scale
-from offload_trainer.optim.loss_scale import CONSTANT, LossScale
-from offload_trainer.optim.state_files import BlockingSnapshot, EngineState, read_engine_state, read_tensors
+from offload_trainer.optim import state_files
+from offload_trainer.optim.state_files import (
+    CONSTANT,
+    BlockingSnapshot,
+    EngineState,
+    LossScale,
+    read_engine_state,
+    read_tensors,
+)
 from offload_trainer.packages import is_installed, lacks, to_install
 from offload_trainer.plan.deepspeed import ZeroSizes
 from offload_trainer.plan.shape import decay_groups
@@ -85,8 +91,8 @@ def deepspeed_config(
         words["fp16"] = {
             "enabled": True,
             "loss_scale": 0,  # dynamic
-            "initial_scale_power": int(loss_scale.INITIAL_SCALE).bit_length() - 1,
-            "loss_scale_window": loss_scale.WINDOW,
+            "initial_scale_power": int(state_files.INITIAL_SCALE).bit_length() - 1,
+            "loss_scale_window": state_files.WINDOW,
             "hysteresis": 1,  # halve at the first overflow, as torch's GradScaler does
             "min_loss_scale": 1,
         }

@@ -29,10 +29,10 @@ from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.kernels import choose_kernel
-from offload_trainer.optim.loss_scale import LossScale
 from offload_trainer.optim.native_kernel import UNKNOWN, NativeKernel
 from offload_trainer.optim.norms import clip_factor
 from offload_trainer.optim.rules import MUON_SETTINGS, Hyper, hypers_of
+from offload_trainer.optim.state_files import LossScale
 from offload_trainer.plan.memory import inputs_of, slots_of
 from offload_trainer.plan.shape import decay_groups
 from offload_trainer.plan.tiered.layout import TierMap, Unit
@@ -313,8 +313,11 @@ def _device_kernel(homes: TierMap, device: Device, kernel: Kernel, *, say: Say) 
     """Return the kernel that updates pages on the device with the bits of `kernel`. Raises UserError without one."""
     if device.place.type != "cuda" or not any(page.home == DEVICE for page in homes.pages):
         return kernel
-    found, why = choose_cuda_kernel(device.place)
-    say(why)
+    found, words = choose_cuda_kernel(device.place)
     if found is None:
-        raise UserError(f"{why}. Use --gpu-fraction 0, so that the state is in RAM and on drives")
+        raise UserError(
+            f"The update on {device.place} cannot be used: {words}. Use --gpu-fraction 0, so that the state is in RAM "
+            "and on drives"
+        )
+    say(words)
     return found

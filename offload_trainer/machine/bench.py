@@ -334,7 +334,7 @@ def timed_updates(
     if torch.cuda.is_available():
         there, words = choose_cuda_kernel(torch.device("cuda"))
         if there is None:
-            say(f"bench: {words}")
+            say(f"bench: the update on the GPU is left out: {words}")
         else:
             found += [TimedUpdate(there, format) for format in formats]
     return found

@@ -66,9 +66,10 @@ def _gpu() -> dict[str, Any]:
             f"torch finds a GPU but cannot use it: {' '.join(str(error).split())[:500]}; `nvidia-smi` shows what else "
             "uses it and whether its driver answers. With an empty CUDA_VISIBLE_DEVICES= training runs on the CPU"
         ) from error
-    from offload_trainer.optim.cuda_adam import why_no_cuda_kernel  # imports torch
+    from offload_trainer.optim.cuda_adam import choose_cuda_kernel  # imports torch
 
-    return facts | {"no_state_on_gpu": why_no_cuda_kernel(torch.device("cuda"))}
+    kernel, why = choose_cuda_kernel(torch.device("cuda"))
+    return facts | {"no_state_on_gpu": None if kernel else why}
 
 
 def available_ram_bytes() -> int:

@@ -26,9 +26,8 @@ from offload_trainer.offloading.pages.store import DamagedPage
 from offload_trainer.offloading.update.updater import StepParams, Updater, ranges_of
 from offload_trainer.offloading.weights.parameter import LazyWeight, offload_parameter
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
-from offload_trainer.optim.loss_scale import CONSTANT
 from offload_trainer.optim.rules import Hyper
-from offload_trainer.optim.state_files import EngineState
+from offload_trainer.optim.state_files import CONSTANT, EngineState
 from offload_trainer.plan.memory import INPUTS_UNDER_WAY, BlockInputs
 from offload_trainer.storage.host_memory import Heap, host_buffer
 from offload_trainer.storage.transfer import Future, done, together

@@ -1,9 +1,8 @@
-"""The optimizer update for state in GPU memory: launches of triton_adam.py's function, which has the CPU kernel's bits.
+"""The optimizer update for state in GPU memory: launches of triton_adam.py's functions, which have the CPU's bits.
 
 `choose_cuda_kernel` compares them on the GPU before training starts. If Triton cannot run there or differs, all
-optimizer state stays in RAM and on NVMe; there is no slower GPU fallback. Triton compiles the function at its first
-launch with each combination of dtypes, in seconds, and keeps the code for later processes (TRITON_CACHE_DIR, by default
-in this package's cache).
+optimizer state stays in RAM and on NVMe. Triton compiles a function at its first launch with each combination of
+dtypes, in seconds, and keeps the code for later processes (TRITON_CACHE_DIR, by default in this package's cache).
 """
 
 import ctypes
@@ -65,7 +64,6 @@ class CudaKernel:
     """
 
     name = "cuda"
-    adds_gradients = False  # whether `add_gradient` has torch's bits on this device
 
     def __init__(self, place: torch.device, *, rows: int = 4) -> None:
         """Prepare for the GPU `place`, with `rows` (a power of two) blocks of 256 a program. Raises TrainerError."""
@@ -170,33 +168,17 @@ def _without_bf16(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def choose_cuda_kernel(place: torch.device) -> tuple[CudaKernel | None, str]:
-    """Return the kernel for pages on the GPU `place`, or None, together with a sentence for the log.
+    """Return the kernel for pages on the GPU `place` with a sentence for the log, or None and the reason in one line.
 
-    The kernel is None, and the sentence gives the reason, if it cannot be compiled or does not match the CPU's bit for
-    bit: results must not depend on the placement of the state.
+    It never raises. There is none if it cannot be compiled or does not match the CPU's bit for bit: results must not
+    depend on the placement of the state. The reason has the error's type if it is a driver's or a library's.
     """
-    kernel = _kernel_or_reason(place)
-    if isinstance(kernel, str):
-        return None, f"The update on {place}: not used, so that no state can live there: {kernel}"
-    words = f"The update on {kernel.place}: compiled by Triton {kernel.version}, checked to give the CPU's bits."
-    if not kernel.adds_gradients:
-        words += " Gradients there are added by torch's slower operations."
-    return kernel, words
-
-
-def why_no_cuda_kernel(place: torch.device) -> str | None:
-    """Return why no optimizer state can be placed on the GPU `place`, or None if it can. It never raises."""
-    kernel = _kernel_or_reason(place)
-    return kernel if isinstance(kernel, str) else None
-
-
-def _kernel_or_reason(place: torch.device) -> CudaKernel | str:
-    """Return the kernel, or why there is none in one line, with the error's type if it is a driver's or a library's."""
     try:
-        return _checked_kernel(torch.device("cuda", torch.cuda.current_device()) if place == _CURRENT else place)
+        kernel = _checked_kernel(torch.device("cuda", torch.cuda.current_device()) if place == _CURRENT else place)
     except Exception as error:
         words = " ".join(str(error).split())
-        return words if isinstance(error, TrainerError) else f"{type(error).__name__}: {words}"[:500]
+        return None, words if isinstance(error, TrainerError) else f"{type(error).__name__}: {words}"[:500]
+    return kernel, f"The update on {kernel.place}: compiled by Triton {kernel.version}, checked to give the CPU's bits."
 
 
 @functools.cache  # a plan asks before its run
@@ -205,10 +187,8 @@ def _checked_kernel(place: torch.device) -> CudaKernel:
     if torch.version.hip:
         raise TrainerError("the kernel was tried on NVIDIA's GPUs only, and this torch was built for ROCm")
     kernel = CudaKernel(place)
-    if not matches_bitwise(kernel, gpu=place):  # as on a CPU without FMA
+    if not (matches_bitwise(kernel, gpu=place) and _adds_like_torch(kernel)):  # as on a CPU without FMA
         raise TrainerError("its results differ from those of the CPU's torch kernel in their last bits")
-    with suppress(Exception):  # Triton's
-        kernel.adds_gradients = _adds_like_torch(kernel)
     return kernel
 
 

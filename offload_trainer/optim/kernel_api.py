@@ -1,10 +1,7 @@
 """The interface of update kernels, and the reference: one optimizer step on a page of optimizer state, on any device.
 
-    grad (16 bit) -> x scale -> exp_avg, exp_avg_sq, master (in place, as stored) -> out (16 bit)
-
 A page is a range of elements of one unit (a flat buffer of weights). There are three kernels: torch's operations
 (`TorchKernel`, for all formats of state), adam.cpp (`native_kernel.py`), and Triton's for GPU memory (`cuda_adam.py`).
-Those of the CPU also add gradients, and compute the checksums of state on NVMe.
 """
 
 import zlib

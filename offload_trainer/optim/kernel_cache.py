@@ -1,11 +1,10 @@
-"""A per-user cache of compiled kernels, and the choice of a prebuilt one; each is verified before it is loaded.
+"""Compile the CPU's update kernel at its first use, into a per-user cache; it is verified before it is loaded.
 
     <cache>/kernels/<key>/adam.so              in directories with mode 0700 that this user owns
                           adam.so.sha256       its SHA-256; a file that does not match (a power cut) is built again
 
-A loaded library runs with this user's rights, so no directory of the cache that another user can write to is accepted.
-Prebuilt libraries (`prebuilt_kernels.py`) are in the package, which is trusted as its Python files are, or in the
-cache.
+The key is a hash of compiler, options, CPU and sources. A loaded library runs with this user's rights, so no directory
+of the cache that another user can write to is accepted. This module does not import torch.
 """
 
 import hashlib
@@ -13,19 +12,20 @@ import os
 import platform
 import stat
 import subprocess
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.optim.prebuilt_kernels import FOLDER, LEVELS, SOURCE, key_of, place_prebuilt, texts_of
-from offload_trainer.safe_files import file_bytes, open_file
+from offload_trainer.safe_files import file_bytes
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, write_bytes, write_text
 from offload_trainer.storage.locks import exclusive_lock
 from offload_trainer.storage.owned_dirs import MODE, cache_directory, is_ours, open_owned, scratch
 
+SOURCE = Path(__file__).with_name("native") / "adam.cpp"
+# Without errno and traps the compiler can vectorise square roots and selections; neither option changes a result.
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+FLAGS += ("-shared", "-fPIC", "-pthread")
 _ELSEWHERE = "name a cache directory of your own with OFFLOAD_TRAINER_CACHE"
 
 
@@ -34,10 +34,7 @@ def built(source: Path, *, flags: tuple[str, ...]) -> Path:
 
     Raises TrainerError if there is no compiler, or it failed (the message has its output), or the cache is unusable.
     """
-    compiler = os.environ.get("CXX", "g++")
-    # -march=native depends on the CPU's features, and several machines may share one home directory.
-    key = key_of(compiler, *flags, f"{platform.machine()} {_line_of_features()}", *texts_of(source))
-    file = private_directory(key) / source.with_suffix(".so").name
+    file, compiler = library_of(source, flags=flags), _compiler()
     if _is_whole(file):
         return file
     try:
@@ -48,9 +45,7 @@ def built(source: Path, *, flags: tuple[str, ...]) -> Path:
                     done = subprocess.run([compiler, *flags, "-o", made, source], capture_output=True, text=True)
                     if done.returncode:
                         raise TrainerError(f"{compiler} cannot build {source}: {done.stderr.strip()[:2000]}")
-                    content = made.read_bytes()
-                write_bytes(file, content, mode=MODE)
-                write_text(file.with_suffix(".so.sha256"), hashlib.sha256(content).hexdigest(), mode=MODE)
+                    store(file, made.read_bytes())
     except OSError as error:
         if isinstance(error, FileNotFoundError) and error.filename == compiler:
             what = f"{source.name} needs a C++ compiler, and there is no {compiler}: install g++"
@@ -59,30 +54,34 @@ def built(source: Path, *, flags: tuple[str, ...]) -> Path:
     return file
 
 
-def prebuilt() -> Path | None:
-    """Return the best prebuilt library for this CPU, from the package or else from the cache; None in a checkout.
+def library_of(source: Path, *, flags: tuple[str, ...]) -> Path:
+    """Return where the cache has, or will have, the library of `source` and `flags` for this CPU. Raises TrainerError.
 
-    Raises TrainerError if the package has prebuilt libraries, and none of them can be used; the message says why.
+    -march=native depends on the CPU's features, and several machines may share one home directory.
     """
-    here = frozenset(_line_of_features().partition(":")[2].split()) if platform.machine() == "x86_64" else frozenset()
-    fitting = [level for level, (_, needed) in LEVELS.items() if needed <= here]
-    places = [place_prebuilt(level) for level in fitting]
-    for place in places:
-        if _is_whole(FOLDER / place, opener=partial(open_file, links=True)):  # some installers make links
-            return FOLDER / place
-    for file in (cache_directory() / "kernels" / place for place in places):
-        with suppress(OSError):  # `built` reports a cache that cannot be used
-            if file.exists() and _is_whole(private_directory(file.parent.name) / file.name):
-                return file
-    if not FOLDER.is_dir():
-        return None
-    if not fitting:
-        lowest, (_, needed) = list(LEVELS.items())[-1]
-        cpu = f"lacks {', '.join(sorted(needed - here))}" if here else f"is {platform.machine()}"
-        raise TrainerError(f"the prebuilt ones need a CPU of {lowest} or later, and this one {cpu}")
-    if any((FOLDER / place).exists() for place in places):
-        raise TrainerError(f"the prebuilt one in {FOLDER} is damaged; install the package again")
-    raise TrainerError(f"the prebuilt ones were made from other sources than those in {SOURCE.parent}")
+    key = key_of(_compiler(), *flags, platform.machine(), line_of_features(), *texts_of(source))
+    return private_directory(key) / source.with_suffix(".so").name
+
+
+def store(file: Path, content: bytes) -> None:
+    """Write a library to its place in the cache, with its SHA-256 next to it. Raises OSError."""
+    write_bytes(file, content, mode=MODE)
+    write_text(file.with_suffix(".so.sha256"), hashlib.sha256(content).hexdigest(), mode=MODE)
+
+
+def key_of(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def texts_of(source: Path) -> list[str]:
+    """Return the contents of `source` and of the headers in its directory."""
+    return [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
+
+
+def line_of_features() -> str:
+    """Return the line of /proc/cpuinfo that names this CPU's features."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def private_directory(name: str) -> Path:
@@ -108,14 +107,13 @@ def private_directory(name: str) -> Path:
     return directory
 
 
-def _is_whole(library: Path, *, opener: Callable[[Path], int] = open_owned) -> bool:
-    """Return whether `library` exists and matches its .sha256 file. `open_owned` accepts files of this user alone."""
+def _is_whole(library: Path) -> bool:
+    """Return whether `library` exists, matches its .sha256 file, and only this user can change both."""
     with suppress(OSError, ValueError):
-        expected = file_bytes(library.with_name(f"{library.name}.sha256"), opener=opener)
-        return hashlib.sha256(file_bytes(library, opener=opener)).hexdigest().encode() == expected
+        expected = file_bytes(library.with_name(f"{library.name}.sha256"), opener=open_owned)
+        return hashlib.sha256(file_bytes(library, opener=open_owned)).hexdigest().encode() == expected
     return False
 
 
-def _line_of_features() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+def _compiler() -> str:
+    return os.environ.get("CXX", "g++")

@@ -8,7 +8,6 @@ import torch
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, TorchKernel
-from offload_trainer.optim.kernel_cache import prebuilt
 from offload_trainer.optim.moments import Noise, stored_field
 from offload_trainer.optim.native_kernel import ORDERS, UNKNOWN, NativeKernel
 from offload_trainer.optim.norms import Pieces
@@ -22,53 +21,35 @@ CpuKernel = TorchKernel | NativeKernel
 def choose_kernel(name: str) -> tuple[CpuKernel, str]:
     """Return the kernel called `name` ("auto", "torch" or "native"), and a sentence for the log.
 
-    "auto" selects the native kernel if it is prebuilt or can be built, and matches torch's bit for bit, otherwise
-    torch's. Raises UserError if `name` is "native", and that kernel cannot be built or does not match.
+    "auto" selects the native kernel if it can be built and matches torch's bit for bit, otherwise torch's. Raises
+    UserError if `name` is "native", and that kernel cannot be built or does not match.
     """
     assert name in ("auto", "torch", "native"), name
     if name == "torch":
         return TorchKernel(), "The update on the CPU: torch's kernel, as asked."
     try:
-        native, origin = _checked_native()
+        native = _checked_native()
     except TrainerError as error:
         if name == "native":
             raise UserError(f"The update's {name} kernel cannot be had: {error}") from error
         reason = " ".join(str(error).split())
         return TorchKernel(), f"The update on the CPU: torch's kernel; the faster native one is not used: {reason}"
-    return native, f"The update on the CPU: the native kernel, {origin} and checked to give torch's bits."
+    return native, "The update on the CPU: the native kernel, built for this machine and checked to give torch's bits."
 
 
 @functools.cache  # a run that measures its machine needs the kernel before the engine does
-def _checked_native() -> tuple[NativeKernel, str]:
-    """Return the native kernel, prebuilt if one fits and passes the check, and where it comes from.
+def _checked_native() -> NativeKernel:
+    """Return the native kernel with the order of torch's norm.
 
-    Raises TrainerError if it can neither be had prebuilt nor be compiled, or does not match torch's kernel.
+    Raises TrainerError if it cannot be compiled, or does not update pages and add gradients with torch's bits.
     """
-    misfit = ""
-    try:
-        if path := prebuilt():
-            kernel = NativeKernel(path)
-            if _has_torchs_bits(kernel):
-                return kernel, f"prebuilt for {kernel.level}"
-            misfit = f"the prebuilt one for {kernel.level} differs from torch's in its last bits"
-    except TrainerError as error:
-        misfit = str(error)
-    try:
-        kernel = NativeKernel()
-    except TrainerError as error:
-        raise TrainerError(f"{error}; {misfit}" if misfit else str(error)) from error
-    if not _has_torchs_bits(kernel):
-        raise TrainerError("on this machine its results differ from torch's in their last bits")
-    return kernel, f"built for this machine{f' ({misfit})' if misfit else ''}"
-
-
-def _has_torchs_bits(kernel: NativeKernel) -> bool:
-    """Return whether the kernel updates pages and adds gradients with torch's bits; find the order of torch's norm."""
-    for lanes in (*ORDERS, UNKNOWN):
-        kernel.lanes = lanes
+    kernel = NativeKernel()
+    for kernel.lanes in (*ORDERS, UNKNOWN):
         if adds_like_torch(kernel):
-            return matches_bitwise(kernel)
-    return False
+            if matches_bitwise(kernel):
+                return kernel
+            break
+    raise TrainerError("on this machine its results differ from torch's in their last bits")
 
 
 def adds_like_torch(kernel: NativeKernel) -> bool:

@@ -1,17 +1,10 @@
 """Encode and decode masters and moments in bf16, and moments in bitsandbytes' blockwise 8-bit format.
 
-    fp32 values ──encode──> bf16 or 8 bits ──decode──> fp32 values
-
 A stored number that changes by less than half a unit in the last place never moves if it is rounded to nearest;
 stochastic rounding is correct on average. The 8-bit format is a table of 256 values in [-1, 1] or [0, 1], finer near
-zero, times the largest magnitude of each 256 elements (Dettmers et al., 8-bit Optimizers via Block-wise Quantization,
-https://arxiv.org/abs/2110.02861). 8-bit first moments decay fast enough to be rounded to nearest.
-
-The functions here are the reference; adam.cpp computes the same bits faster. `StoredField` is a field of a page:
-
-    fp32   unchanged       bf16   rounded stochastically        8bit   codes, and a scale for each 256 elements
-
-Without random bits, as in a conversion, numbers are rounded to nearest. 8-bit first moments always are.
+zero, times the largest magnitude of each 256 elements (Dettmers et al., https://arxiv.org/abs/2110.02861). 8-bit first
+moments decay fast enough to be rounded to nearest, and without random bits, as in a conversion, all numbers are.
+The functions here are the reference; the kernels compute the same bits faster.
 """
 
 import ctypes

@@ -1,10 +1,8 @@
-"""Muon: momentum, and its orthogonalisation by a Newton-Schulz iteration, matrix by matrix; other weights follow AdamW.
+"""Muon: momentum, and its orthogonalisation by a Newton-Schulz iteration; other weights follow AdamW.
 
-    gradient ──momentum, Nesterov──> direction (bf16) ──Newton-Schulz──> nearly orthogonal ──rate──> master
-
-The steps and constants are those of torch.optim.Muon (Jordan et al. 2024; the rate by shape is that of Liu et al. 2025,
-Muon is Scalable for LLM Training, arXiv 2502.16982), whose CPU kernels fuse multiplications with additions. `TorchMuon`
-computes each fused pair in double precision and rounds it to fp32, which is the same on every device.
+The steps and constants are those of torch.optim.Muon (Jordan et al. 2024; the rate by shape: arXiv 2502.16982), whose
+CPU kernels fuse multiplications with additions. `TorchMuon` computes each fused pair in double precision and rounds it
+to fp32, which is the same on every device.
 """
 
 import math

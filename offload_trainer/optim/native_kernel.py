@@ -1,7 +1,6 @@
 """The CPU kernel in C++ (native/): one call reads gradients, updates the state and writes new 16-bit weights.
 
-AdamW moves 28 bytes per element through memory with fp32 moments, 20 with bf16 and 16 with 8-bit ones, 4 less with bf16
-masters. Gradients are added and measured in one pass. All results equal those of torch's operations bit for bit.
+All results equal those of torch's operations bit for bit.
 """
 
 import ctypes
@@ -13,10 +12,9 @@ import torch
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.optim.kernel_api import PageUpdate, Sum, zlib_sum
-from offload_trainer.optim.kernel_cache import built
+from offload_trainer.optim.kernel_cache import FLAGS, SOURCE, built
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
 from offload_trainer.optim.norms import Pieces
-from offload_trainer.optim.prebuilt_kernels import FLAGS, SOURCE
 from offload_trainer.optim.rules import TYPES, AdamStep, Muon, fields_of, step_constants
 from offload_trainer.plan.tiered.state_formats import KINDS
 
@@ -52,9 +50,9 @@ class NativeKernel:
 
     name = "native"
 
-    def __init__(self, path: Path | None = None) -> None:
-        """Load the library at `path`, or the one compiled for this CPU. Raises TrainerError if that fails."""
-        path = path or built(SOURCE, flags=FLAGS)
+    def __init__(self) -> None:
+        """Load the library, which is compiled if the cache does not have it. Raises TrainerError if that fails."""
+        path = built(SOURCE, flags=FLAGS)
         try:
             self._functions = ctypes.CDLL(str(path))  # ctypes releases the GIL during calls
         except OSError as error:
@@ -62,7 +60,6 @@ class NativeKernel:
                 f"{path}: cannot be loaded: {error}. Where the cache's filesystem is mounted noexec, name another "
                 "directory with OFFLOAD_TRAINER_CACHE"
             ) from error
-        self.level = path.stem.partition(".")[2]  # x86-64 level of a prebuilt library; "" if compiled for this CPU
         self.lanes = UNKNOWN  # order of torch's norm; while it is unknown, torch measures what is not ordered
         self.parallel = openmp_parallel()
         self._functions.page_sum.restype = _SIZE
@@ -168,10 +165,7 @@ class _Part(ctypes.Structure):  # adam.cpp
 
 
 class _Tables(ctypes.Structure):  # formats.h
-    _fields_ = (
-        *fields_of(_POINTER * 2, "values", "planes"),
-        *fields_of(_POINTER, "nearest", "lower", "cells"),
-    )
+    _fields_ = fields_of(_POINTER, "unsigned_values", "signed_values", "nearest", "lower", "cells")
 
 
 class _Page(ctypes.Structure):  # adam.cpp
@@ -200,9 +194,5 @@ def _tables() -> tuple[_Tables, tuple[torch.Tensor, ...]]:
     steps[0, 1] = 0.0
     nearest = torch.zeros(2, 2**15, dtype=torch.int32)  # indexed by the upper 16 bits, which include the sign
     nearest[:, :0x3F81] = nearest_table()
-    values = [dynamic_map(False), dynamic_map(True)]
-    planes = [table.view(torch.uint8).view(256, 4).T.contiguous() for table in values]
-    kept = (*values, *planes, nearest, lower_table(), steps)
-    at = [tensor.data_ptr() for tensor in kept]
-    pair = _POINTER * 2
-    return _Tables(pair(*at[:2]), pair(*at[2:4]), *at[4:]), kept
+    kept = dynamic_map(False), dynamic_map(True), nearest, lower_table(), steps
+    return _Tables(*(tensor.data_ptr() for tensor in kept)), kept

@@ -1,12 +1,9 @@
 """Norms of gradients and of their sums, and the factor that clips their total.
 
-    one gradient                  norm_of(g), on the device that computed it: wherever it then goes, the bits are these
-    a sum over micro-batches      norm_of(sum) if a CPU trains; norm_of(sum, ordered=True) if a GPU trains
-
-With a GPU a sum may be on the GPU, in host memory or on a drive, and torch's norm adds in a different order on each.
-An ordered norm therefore adds squares in a fixed order, by halving. `Pieces` says into which pieces a weight is cut:
-in host memory a kernel returns one partial result a piece while it adds a gradient (`TorchKernel.add`), and
-`Pieces.norm` combines them. Whoever clips multiplies by `clip_factor` itself.
+A sum over micro-batches may be on a GPU, in host memory or on a drive, and torch's norm adds in a different order on
+each. If a GPU trains, norms of sums are therefore ordered: squares are added by halving. `Pieces` says into which
+pieces a weight is cut: in host memory a kernel returns one partial result a piece while it adds a gradient
+(`TorchKernel.add`), and `Pieces.norm` combines them.
 """
 
 from dataclasses import dataclass

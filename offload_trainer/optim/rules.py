@@ -1,11 +1,8 @@
 """Update rules: the hyperparameters of a step, its arithmetic in torch, and compiled kernels' constants.
 
-AdamW updates elements one by one, so pages and the ranges of ranks may begin and end anywhere in a matrix. Its state is
-described in `plan/tiered/state_formats.py`. native/adam.cpp declares `AdamStep` with the same fields, triton_adam.py
-reads them by position, and `kernels.py` compares kernels with torch for some values of them: change all four together.
-
-A rule on whole matrices (Muon) has `UpdateRule.matrices`. The layout then cuts neither pages nor the ranges
-of ranks inside a matrix, `MatrixKernel` (muon.py) updates a page matrix by matrix, and all other weights follow AdamW.
+native/adam.cpp declares `AdamStep` with the same fields, triton_adam.py reads them by position, and `kernels.py`
+compares kernels with torch for some values of them: change all four together. A rule on whole matrices (Muon) has
+`UpdateRule.matrices`: pages and the ranges of ranks are not cut inside a matrix, and all other weights follow AdamW.
 """
 
 import ctypes
@@ -59,23 +56,15 @@ class AdamW:
     def update(self, master: torch.Tensor, moments: Sequence[torch.Tensor], grad: torch.Tensor, *, step: int) -> None:
         """Apply step number `step` in place to fp32 tensors of equal length, by torch's fused AdamW.
 
-        torch updates elements that fill no vector in a scalar loop that rounds exp_avg_sq differently. They are padded
-        here, so that results do not depend on where pages are cut.
+        torch updates elements that fill no vector in a scalar loop that rounds exp_avg_sq differently. Tensors with
+        such elements are padded, so that results do not depend on where pages are cut.
         """
-        tensors = [master, *moments, grad]
-        left = master.numel() % _LINE
-        whole = master.numel() - left
-        parts = [[tensor[:whole] for tensor in tensors]]
-        if left:
-            parts.append([torch.nn.functional.pad(tensor[whole:], (0, _LINE - left)) for tensor in tensors])
-        masters, averages, squares, grads = map(list, zip(*parts, strict=True))
+        tensors, n = [master, grad, *moments], master.numel()
+        padded = [torch.nn.functional.pad(tensor, (0, -n % _LINE)) for tensor in tensors] if n % _LINE else tensors
         torch._fused_adamw_(
-            masters,
-            grads,
-            averages,
-            squares,
+            *([tensor] for tensor in padded),
             [],
-            [torch.tensor(float(step)) for _ in parts],
+            [torch.tensor(float(step))],
             lr=self.lr,
             beta1=self.betas[0],
             beta2=self.betas[1],
@@ -84,9 +73,9 @@ class AdamW:
             amsgrad=False,
             maximize=False,
         )
-        if left:
-            for tensor, result in zip(tensors, parts[1], strict=True):
-                tensor[whole:] = result[:left]
+        if padded is not tensors:
+            for tensor, result in zip((master, *moments), (padded[0], *padded[2:]), strict=True):
+                tensor.copy_(result[:n])
 
 
 @dataclass(frozen=True)

@@ -3,33 +3,26 @@
     DIR/master.safetensors  exp_avg.safetensors  exp_avg_sq.safetensors    trainable weights, whole
         exp_avg_scales.safetensors  exp_avg_sq_scales.safetensors           with 8-bit moments
         fixed.safetensors                                                   frozen weights, if there are any
-        engine.json                                                         `EngineState`: steps, in all and by weight,
-                                                                            update rule, formats, loss scale
+        engine.json                                                         `EngineState`
 
-    write   write_file reads one whole tensor after the other on all ranks, and one rank writes. The tiered engine
-            writes masters and moments page by page (offloading/pages/named_state.py).
-    read    StoredKind: a range of a weight, as stored or in fp32; read_tensors: whole tensors in fp32
-
-The files do not depend on ranks, placement or flat buffers, so any engine and placement can resume from any other's,
-and an export needs no engine. Masters and moments have their storage formats. Manifest and the run's other files are
-run/checkpoint.py's.
+The files do not depend on ranks and placement, so any engine can resume from any other's. Manifest and the run's other
+files are run/checkpoint.py's.
 """
 
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, Strict
 
 from offload_trainer.config import RuleName
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.optim.loss_scale import CONSTANT, LossScale
 from offload_trainer.optim.moments import StoredField
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
 from offload_trainer.plan.tiered.state_formats import (
@@ -43,7 +36,7 @@ from offload_trainer.plan.tiered.state_formats import (
     state_format,
 )
 from offload_trainer.ranks import ALONE, Group
-from offload_trainer.safe_files import Steps, exact_record, read_back
+from offload_trainer.safe_files import Number, Steps, exact_record, read_back
 from offload_trainer.storage.atomic_io import StoredFile, write_text
 from offload_trainer.storage.tensorfile import (
     PlacedWriter,
@@ -54,7 +47,43 @@ from offload_trainer.storage.tensorfile import (
 )
 
 _FIX = "Move that checkpoint away, and the same command resumes from the one before it"
+INITIAL_SCALE = 65536.0
+WINDOW = 1000
 FormatName = Annotated[str, Field(pattern=f"^({'|'.join(FORMATS)})$")]
+
+
+@exact_record
+class LossScale:
+    """The factor on the loss in fp16, and when it changes, like torch's GradScaler's.
+
+    It halves after an overflow and doubles after `window` good steps.
+    """
+
+    value: Annotated[Number, Field(gt=0, le=2.0**127)]
+    window: Annotated[int, Strict(), Field(ge=1)] | None  # None: the scale is constant
+    good_steps: Steps = 0  # steps since it last changed
+
+    @classmethod
+    def initial(cls, dtype: str) -> Self:
+        """Return the scale of the first step with weights of `dtype`: constant 1 unless they are in fp16."""
+        return cls(INITIAL_SCALE, WINDOW) if dtype == "fp16" else cls(1.0, None)
+
+    def resumed(self, saved: Self) -> Self:
+        """Return the scale of a checkpoint; this one if the run or the checkpoint is not in fp16."""
+        return saved if self.window and saved.window else self
+
+    def after_step(self, *, finite: bool) -> Self:
+        """Return the scale after a step; `finite`: all gradients were finite."""
+        if self.window is None:
+            return self
+        if not finite:
+            return replace(self, value=max(1.0, self.value / 2), good_steps=0)
+        if self.good_steps + 1 >= self.window:
+            return replace(self, value=self.value * 2, good_steps=0)
+        return replace(self, good_steps=self.good_steps + 1)
+
+
+CONSTANT = LossScale(1.0, None)
 
 
 @exact_record

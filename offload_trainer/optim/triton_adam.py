@@ -1,17 +1,9 @@
-"""The update of AdamW on a GPU, as a Triton function: one step over pages of optimizer state in GPU memory.
+"""One step of AdamW over pages of optimizer state in GPU memory, and the addition of gradients, as Triton functions.
 
-`add_gradient`, below it, adds a gradient to sums that are kept there, and measures the sums.
-
-    grad -> x scale -> moments and master as stored -> fp32 -> Adam -> moments and master as stored -> out
-
-Its results equal those of native/adam.cpp bit for bit, except for the bits of NaNs. A row is a block of 256 elements,
-which share a scale in 8 bits; a program updates ROWS of them. Numbers in bf16 are passed as int16, because integer
-arithmetic rounds them in the same way on every card. Every operation in fp32 rounds to nearest even; masters and
-moments are stored with stochastic rounding in bf16, and second moments in 8 bits. FMA is written where a CPU with FMA
-fuses, and `enable_fp_fusion=False` keeps the compiler from forming others.
-
-cuda_adam.py launches these functions. In the package only that module imports this one: Triton comes with torch's CUDA
-wheels, and not with the ones for CPUs.
+Results equal those of native/adam.cpp bit for bit, except for the bits of NaNs. A row is a block of 256 elements, which
+share a scale in 8 bits; a program updates ROWS of them. Numbers in bf16 are passed as int16, because integer arithmetic
+rounds them in the same way on every card. FMA is written where a CPU with FMA fuses, and `enable_fp_fusion=False` keeps
+the compiler from forming others. Only cuda_adam.py imports this module: torch's wheels for CPUs have no Triton.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from torch import nn
 from offload_trainer.errors import UserError
 from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import opened_weights
-from offload_trainer.optim.loss_scale import LossScale
+from offload_trainer.optim.state_files import LossScale
 from offload_trainer.plan.shape import Weight
 from offload_trainer.safe_files import Steps, as_kind, is_there, lenient_record, open_file, open_given, read_back, shown
 

@@ -1,7 +1,4 @@
-"""Atomic, durable file and directory writes: after a crash the path has either its old content or its new one.
-
-Also here: the size and the checksum of a file.
-"""
+"""Atomic, durable file and directory writes: after a crash the path has either its old content or its new one."""
 
 import errno
 import os

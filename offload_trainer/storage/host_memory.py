@@ -1,7 +1,6 @@
 """Host memory: buffers of exact size, page-aligned for direct I/O, in huge pages and pinned, and the heap of malloc.
 
-torch's pinned allocator rounds every block up to a power of two, which for tens of gigabytes wastes tens of gigabytes
-more. Each buffer here is one mapping of the bytes needed, rounded up to whole pages.
+torch's pinned allocator rounds every block up to a power of two, which wastes up to half of the memory.
 """
 
 import ctypes

@@ -1,8 +1,8 @@
 """File locks that are safe in directories where other users write, and on network filesystems.
 
-No link is followed, only regular files are opened, and every wait has a limit. On NFS and CIFS an exclusive lock needs
-a writable descriptor (flock(2)). Filesystems without locks report ENOLCK, ENOSYS or EOPNOTSUPP, raised here as
-`NoLocks`. After `NoLocks` it is unknown which other processes are active, so the caller must not delete anything.
+On NFS and CIFS an exclusive lock needs a writable descriptor (flock(2)). Filesystems without locks report ENOLCK,
+ENOSYS or EOPNOTSUPP, raised here as `NoLocks`. It is then unknown which other processes are active, so the caller must
+not delete anything.
 """
 
 import errno

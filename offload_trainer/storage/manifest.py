@@ -1,7 +1,7 @@
 """Read and verify MANIFEST.json: every file of a checkpoint with its size and CRC-32, and the run that wrote it.
 
-`run/checkpoint.py` writes it as the last file of a checkpoint. A directory without it, or whose files differ, is not
-a valid checkpoint. A run resumes only from a checkpoint of a run with the same seed, data and model shape.
+It is the last file that `run/checkpoint.py` writes. A run resumes only from a checkpoint of a run with the same seed,
+data and model shape.
 """
 
 import stat

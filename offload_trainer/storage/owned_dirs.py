@@ -1,8 +1,5 @@
 """Directories that this program creates, marks as its own, and may therefore remove. All directory removal is here.
 
-    ScratchDirectory(path, what=...)  a new directory, locked and marked while its process lives, removed on close
-    remove_dead(path, what=...)       remove such a directory after its process has died
-
 The mark is a file directly in the directory that says what it is for and the name under which it was created; it is
 removed last. A checkpoint's manifest serves as one (`remove_known`). A link, another user's directory, or a
 directory with another name, no mark or another mark is left alone: it may be the only copy of somebody's work. Removal
@@ -29,6 +26,7 @@ MODE = 0o644  # of files in the cache: a umask of 002 would let the group change
 _UNNAMED = re.compile(r"~[0-9a-f]{8}$")  # behind the name of a directory that is being made
 MARK = ".lock"  # the mark, locked as long as its process lives
 _REPLACED = "replaced"  # name in a scratch directory for the replaced directory
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC  # flags
 SCRATCH = "files of"  # the mark of what `scratch` yields
 
 Say = Callable[[str], None]
@@ -190,8 +188,12 @@ def remove_dead(directory: Path, *, what: str, final: Path | None = None) -> Non
     Raises FileNotFoundError if it is gone, BlockingIOError if its process lives or another process reads it, NoLocks if
     that cannot be found out, NotOwned, and OSError.
     """
-    if not _remove_empty(directory):
-        _remove(directory, what, lock=_lock_dead(directory, what=what), final=final)
+    with suppress(OSError):
+        # A kill at the end of a removal leaves it empty. With another name, a process is just making it.
+        if not _UNNAMED.search(directory.name) and is_ours(directory.lstat().st_uid, directory.parent):
+            os.rmdir(directory)
+            return
+    _remove(directory, what, lock=_lock_dead(directory, what=what), final=final)
 
 
 def _lock_dead(directory: Path, *, what: str) -> int:
@@ -208,46 +210,47 @@ def _lock_dead(directory: Path, *, what: str) -> int:
     return lock
 
 
-def _remove_empty(directory: Path) -> bool:
-    """Remove an empty directory, as a kill leaves it between the last two steps of a removal; return whether it was."""
-    with suppress(OSError):
-        # with another name, another process is just making it
-        if not _UNNAMED.search(directory.name) and is_ours(directory.lstat().st_uid, directory.parent):
-            os.rmdir(directory)
-            return True
-    return False
-
-
 def _remove(directory: Path, what: str, *, lock: int, final: Path | None = None) -> None:
     """Remove a scratch directory and close `lock`, the descriptor of its mark. Raises NotOwned and OSError."""
     with open(lock):  # closed before rmdir: NFS keeps a name for an open file that was removed
         if final:
             _restore(final, directory)
-        _remove_content(_opened(directory, what), last=MARK)
+        _empty(_opened(directory, what), last=MARK)
     os.rmdir(directory)
 
 
 def remove_known(directory: Path, *, last: str) -> None:
     """Remove a directory whose files, if any, the caller has found to be this program's: its file `last` goes last."""
-    _remove_content(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC), last=last)
+    _empty(os.open(directory, _DIRECTORY), last=last)
     os.rmdir(directory)
 
 
-def _remove_content(inside: int, *, last: str) -> None:
+def _empty(inside: int, *, last: str = "", device: int | None = None) -> None:
     """Remove everything in an open directory, then `last`, which says whose it is after a kill, and close it."""
     try:
-        _empty(inside, device=os.fstat(inside).st_dev, but=last)
-        with suppress(FileNotFoundError):
-            os.unlink(last, dir_fd=inside)
+        here = os.fstat(inside).st_dev
+        if device not in (None, here):
+            place = os.readlink(f"/proc/self/fd/{inside}")
+            raise OSError(errno.EXDEV, "another filesystem is mounted there", place)
+        with os.scandir(inside) as entries:
+            found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries if entry.name != last]
+        for name, is_directory in found:
+            if is_directory:
+                _empty(os.open(name, _DIRECTORY, dir_fd=inside), device=here)
+                os.rmdir(name, dir_fd=inside)
+            else:
+                os.unlink(name, dir_fd=inside)
+        if last:
+            with suppress(FileNotFoundError):
+                os.unlink(last, dir_fd=inside)
     finally:
         os.close(inside)
 
 
 def _opened(directory: Path, what: str) -> int:
     """Return a descriptor of a directory of this user's, marked as made for `what` by its name. Raises NotOwned."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        inside = os.open(directory, flags | os.O_DIRECTORY)
+        inside = os.open(directory, _DIRECTORY)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             raise NotOwned("it is a link or no directory") from error
@@ -272,24 +275,6 @@ def _opened(directory: Path, what: str) -> int:
     return inside
 
 
-def _empty(inside: int, *, device: int, but: str = "") -> None:
-    """Remove everything in an open directory except the file `but` at its top level."""
-    with os.scandir(inside) as entries:
-        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries if entry.name != but]
-    for name, is_directory in found:
-        if not is_directory:
-            os.unlink(name, dir_fd=inside)
-            continue
-        below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=inside)
-        try:
-            if os.fstat(below).st_dev != device:
-                raise OSError(errno.EXDEV, "another filesystem is mounted there", name)
-            _empty(below, device=device)
-        finally:
-            os.close(below)
-        os.rmdir(name, dir_fd=inside)
-
-
 def is_ours(owner: int, place: Path) -> bool:
     """Return whether files with this owner UID belong to this process's user.
 
@@ -308,8 +293,8 @@ def reason(error: BaseException) -> str:
 
 
 # -- files of the cache ------------------------------------------------------------------------------------------------
-# The cache (OFFLOAD_TRAINER_CACHE, data.cache) for tokenized data, measured rates and kernels may be a directory where
-# others can write. Their files must not become training data, measured speeds or code that runs.
+# The cache for tokens, measured rates and kernels may be a directory where others can write. Their files must not
+# become training data, measured speeds or code that runs.
 
 
 def cache_directory() -> Path:

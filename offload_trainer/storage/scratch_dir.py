@@ -1,16 +1,12 @@
 """A run's private directory on an NVMe drive: locked while the run lives, removed when the run ends or has died.
 
-DIR/offload-trainer/              root of this user; DIR/offload-trainer-UID if another user has that name
+DIR/offload-trainer/              root of one user
     run-0123abcd/.lock            the mark, locked while its run lives; the kernel releases the lock even after kill -9
     run-0123abcd/.for             for page files that can be resumed after a kill: path of the list that names them
     run-0123abcd/.ranks           locked (shared) as long as another rank lives that writes there
-    run-0123abcd/...              the run's files
 
-A run's list names its directories, one a line. A named directory stays until that same run has started again, whatever
-other runs start on the drive. If the list is missing, the directory may hold the only copy of a training state: it
-stays too, and the next start says so. If the list exists but does not name the directory, the directory may be removed.
-
-Only directories created by `leased` are removed, identified by name, mark and owner (`owned_dirs`).
+A run's list names its directories, one a line; a named one stays until that run has started again. If the list is
+missing, the directory may hold the only copy of a training state: it stays too, and the next start says so.
 """
 
 import os
@@ -49,8 +45,7 @@ def leased(
     stays. Raises TrainerError if no directory can be created.
     """
     try:
-        for _ in range(2):  # another user may take the first name at this moment
-            root_of(drive).mkdir(exist_ok=True)
+        root_of(drive).mkdir(exist_ok=True)
         clear(drive, say=say, listed=listed, but=instead.path if instead else None)
         place = instead or ScratchDirectory(root_of(drive) / f"run-{secrets.token_hex(4)}", what=_WHAT, say=say)
     except OSError as error:
@@ -62,7 +57,7 @@ def leased(
             yield place.path
         except BaseException as error:
             # A lease that nobody has closed, perhaps in a forked child, is left to the next start.
-            if isinstance(error, GeneratorExit) or is_listed(place.path):
+            if isinstance(error, GeneratorExit) or _need_for(place.path)[1]:
                 place.leave()
             raise
 
@@ -70,22 +65,18 @@ def leased(
 def root_of(drive: Path) -> Path:
     """Return the directory under `drive` that contains, or will contain, this user's private directories.
 
-    Raises UserError if neither of the two names can be used: each belongs to another user, or is a link or a file.
+    Raises UserError if another user's directory, a link or a file has its name.
     """
-    found = ""
-    for name in ("offload-trainer", f"offload-trainer-{os.geteuid()}"):
-        root = drive / name
-        try:
-            about = root.lstat()
-        except FileNotFoundError:
-            return root
+    root = drive / "offload-trainer"
+    with suppress(FileNotFoundError):
+        about = root.lstat()
         ours, folder = is_ours(about.st_uid, drive), stat.S_ISDIR(about.st_mode)
-        if ours and folder:
-            return root
-        found = f"{root} is {'a link or a file' if not folder else 'a directory'} of {'yours' if ours else 'others'}"
-        if ours:
-            break
-    raise UserError(f"{found}, and page files cannot go there: move it away, or name another directory with --nvme")
+        if not (ours and folder):
+            what = f"{'a directory' if folder else 'a link or a file'} of {'yours' if ours else 'another user'}"
+            raise UserError(
+                f"{root} is {what}, and page files cannot go there: move it away, or name another directory with --nvme"
+            )
+    return root
 
 
 def take_over(folder: Path, *, say: Say) -> ScratchDirectory:
@@ -149,54 +140,44 @@ def folders_in(listed: Path) -> list[Path]:
     return [folder for folder in named_in(listed) if folder.is_dir()]
 
 
-def _stated_list(folder: Path) -> Path:
-    """Return the path of the list for which a directory is kept. Raises OSError and ValueError."""
-    return Path(file_bytes(folder / _FOR, most=_LONGEST).decode())
+def _need_for(folder: Path) -> tuple[Path | None, bool]:
+    """Return the list for which a directory is kept (None: not known), and whether the list's run may need it.
 
-
-def _list_of(folder: Path) -> Path | None:
-    """Return the path of the list for which a directory is kept; None if that is unknown."""
-    with suppress(OSError, ValueError):
-        return _stated_list(folder)
-    return None
-
-
-def is_listed(folder: Path, *, but: Path | None = None) -> bool:
-    """Return whether a run may need this directory: a list other than `but` names it, is missing or cannot be read."""
+    It may if the list names the directory, is missing or cannot be read: its drive may have an error.
+    """
+    listed = None
     try:
-        listed = _stated_list(folder)
-        if but is not None and listed == but.resolve():
-            return False
-        return not os.path.exists(listed) or folder.resolve() in named_in(listed)
+        listed = Path(file_bytes(folder / _FOR, most=_LONGEST).decode())
+        return listed, not os.path.exists(listed) or folder.resolve() in named_in(listed)
     except FileNotFoundError:
-        return False
-    except (OSError, ValueError):  # also an error of the drive: it may be there
-        return True
-
-
-def kept_for(listed: Path, drive: Path) -> list[Path]:
-    """Return the dead runs' directories under `drive` that are kept for the run with the list `listed`."""
-    return [folder for folder in _dead_in(drive) if _list_of(folder) == listed.resolve()]
+        return listed, False
+    except (OSError, ValueError):
+        return listed, True
 
 
 # -- directories of dead runs ------------------------------------------------------------------------------------------
 
 
-def dead_runs(drive: Path, *, listed: Path | None = None) -> list[Path]:
-    """Return the dead runs' directories that no run but `listed`'s may need, which the next lease there removes."""
-    return [folder for folder in _dead_in(drive) if not is_listed(folder, but=listed)]
-
-
-def _dead_in(drive: Path) -> list[Path]:
-    def is_dead(folder: Path) -> bool:
-        with suppress(OSError, UserError):
-            empty = "~" not in folder.name and not os.listdir(folder)  # a kill during its removal may leave it so
-            return (empty or has_locks(folder)) and not is_alive(folder)
-        return False
-
+def _dead_in(drive: Path, own: Path | None = None) -> Iterator[tuple[Path, Path | None, bool]]:
+    """Yield each dead run's directory under `drive`, its list, and whether a run other than `own`'s may need it."""
     root = root_of(drive)
     names = sorted(path.name for path in root.iterdir()) if root.exists() else []
-    return [root / name for name in names if _NAME.fullmatch(name) and is_dead(root / name)]
+    for folder in (root / name for name in names if _NAME.fullmatch(name)):
+        with suppress(OSError, UserError):
+            empty = "~" not in folder.name and not os.listdir(folder)  # a kill during its removal may leave it so
+            if (empty or has_locks(folder)) and not is_alive(folder):
+                listed, needed = _need_for(folder)
+                yield folder, listed, needed and not (own and listed == own.resolve())
+
+
+def kept_for(listed: Path, drive: Path) -> list[Path]:
+    """Return the dead runs' directories under `drive` that are kept for the run with the list `listed`."""
+    return [folder for folder, place, _ in _dead_in(drive) if place == listed.resolve()]
+
+
+def dead_runs(drive: Path, *, listed: Path | None = None) -> list[Path]:
+    """Return the dead runs' directories that no run but `listed`'s may need, which the next lease there removes."""
+    return [folder for folder, _, needed in _dead_in(drive, listed) if not needed]
 
 
 def clear(drive: Path, *, say: Say, listed: Path | None = None, but: Path | None = None) -> None:
@@ -205,11 +186,10 @@ def clear(drive: Path, *, say: Say, listed: Path | None = None, but: Path | None
     Also report each that stays because its run's list is missing. Raises OSError if the drive cannot be searched.
     """
     removed = 0
-    for folder in _dead_in(drive):
+    for folder, place, needed in _dead_in(drive, listed):
         if folder == but:
             continue
-        if is_listed(folder, but=listed):
-            place = _list_of(folder)
+        if needed:
             if place is not None and not os.path.exists(place):
                 say(
                     f"note: {folder} stays: it has the page files of the run in {place.parent}, which is not there "

@@ -1,10 +1,5 @@
 """Readers and writers of safetensors files that work in pieces, so that a file may be larger than memory.
 
-The format is eight bytes of length, a JSON header with every tensor's dtype, shape and offsets, then the data
-(https://huggingface.co/docs/safetensors). Sizes are known beforehand, so the header is written first. Any safetensors
-library reads the result. The safetensors library validates a file; the data is then read with pread, because pages of
-the library's mapping would count as this process's memory until the file is closed.
-
 Also here: dtypes by their names, and the check for invalid values on saving, exporting and loading.
 """
 
@@ -186,7 +181,9 @@ def _full(path: Path, error: OSError, *, written: int) -> TrainerError:
 class TensorFileReader:
     """A reader of one safetensors file, by tensor or by part. As a context manager it closes the file on exit.
 
-    Raises UserError for a file that is missing, incomplete or not safetensors, or that holds an unsupported dtype.
+    The safetensors library validates the file; the data is read with pread, because pages of the library's mapping
+    would count as this process's memory until the file is closed. Raises UserError for a file that is missing,
+    incomplete or not safetensors, or that holds an unsupported dtype.
     """
 
     def __init__(self, path: Path) -> None:

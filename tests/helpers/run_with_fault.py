@@ -38,11 +38,11 @@ from forked_child import lose_streams
 from plain_engine import PlainEngine
 
 from offload_trainer.cli import main
-from offload_trainer.optim import loss_scale
+from offload_trainer.optim import state_files
 from offload_trainer.run import build
 
 if "LOSS_SCALE" in os.environ:
-    loss_scale.INITIAL_SCALE, loss_scale.WINDOW = map(int, os.environ["LOSS_SCALE"].split(","))
+    state_files.INITIAL_SCALE, state_files.WINDOW = map(int, os.environ["LOSS_SCALE"].split(","))
 if os.environ.get("ENGINE") == "plain":
 
     def plain(setup: Any, *, swaps: Any, load_weights: bool) -> PlainEngine:

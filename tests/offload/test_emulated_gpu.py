@@ -18,7 +18,7 @@ from offload_trainer.data import rows
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import CudaDevice
 from offload_trainer.offloading.gradients.collector import Gradients
-from offload_trainer.optim import loss_scale
+from offload_trainer.optim import state_files
 from offload_trainer.optim.cuda_adam import CudaKernel
 from offload_trainer.optim.norms import norm_of
 from offload_trainer.storage.transfer import Future
@@ -77,7 +77,7 @@ def test_it_trains_as_plain_torch(case: str, drive: Path, tmp_path: Path, monkey
     given = ["--accumulate", str(accumulate), "optim.max_grad_norm=0", *dtype]
     given += [word for word in words if word.startswith(OF_RESULTS)]
     if "skipped" in case:
-        monkeypatch.setattr(loss_scale, "INITIAL_SCALE", 2.0**22)
+        monkeypatch.setattr(state_files, "INITIAL_SCALE", 2.0**22)
     with engine(model, "--engine", "plain", *given) as reference:
         expected, weights = stepped(reference, accumulate), masters(reference)
     with emulated_gpu(monkeypatch, haste=0.2, seconds=0.001) as gpu:
@@ -100,8 +100,6 @@ def test_clipped_steps_do_not_depend_on_the_placement(
 
     class Kernel(CudaKernel):
         """A stand-in for the compiled addition."""
-
-        adds_gradients = True
 
         def __init__(self) -> None:
             pass

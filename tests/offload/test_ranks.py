@@ -27,7 +27,7 @@ from offload_trainer import cli, ranks
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import LOST, PeerFailed, TrainerError
 from offload_trainer.offloading.update.updater import Updater
-from offload_trainer.optim import loss_scale
+from offload_trainer.optim import state_files
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
@@ -123,7 +123,7 @@ class Speculated:
 def speculate(cases: Sequence[Case]) -> list[Speculated]:
     """Train the cases as a rank whose updates begin early; the last rank is late to roll back, rank 0 to record."""
     patch, (rank, world), undo = pytest.MonkeyPatch(), ranks.place_here(), Updater._undo
-    patch.setattr(loss_scale, "INITIAL_SCALE", 2.0**20)  # the first steps in fp16 overflow
+    patch.setattr(state_files, "INITIAL_SCALE", 2.0**20)  # the first steps in fp16 overflow
     patch.setattr(TieredEngine, "_as_expected", True)
     late = 0.2 if rank == world - 1 > 0 else 0.0
     patch.setattr(Updater, "_undo", lambda *given: (time.sleep(late), undo(*given)))

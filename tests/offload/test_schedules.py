@@ -21,7 +21,7 @@ from offload_trainer.offloading.pages.store import PageStore
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.placed import PlacedWeights
-from offload_trainer.optim import loss_scale
+from offload_trainer.optim import state_files
 from offload_trainer.storage.transfer import Future
 from offload_trainer.telemetry.meters import PhaseClock
 
@@ -81,7 +81,7 @@ def test_a_step_that_is_skipped_changes_nothing(
 ) -> None:
     """An overflow and NaN in steps 1, 3 and 4 of 6 leave weights and state unchanged; fp16 halves its scale."""
     home, schedule, shadows, dtype, late = SKIPPED[case]
-    monkeypatch.setattr(loss_scale, "WINDOW", 3)
+    monkeypatch.setattr(state_files, "WINDOW", 3)
     if late:
         begun = iter([True, True, True, False, True, True])
         monkeypatch.setattr(TieredEngine, "_as_expected", property(lambda _: next(begun)))

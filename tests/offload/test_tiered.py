@@ -34,7 +34,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.store import DamagedPage
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
-from offload_trainer.optim import loss_scale
+from offload_trainer.optim import state_files
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.tiered.state_formats import state_format
@@ -86,8 +86,8 @@ def test_fp16_overflow_skips_the_step_and_halves_the_scale(
 ) -> None:
     """An infinity at step 5 of 9, and NaN at step 6, change nothing, and the scale follows torch's GradScaler."""
     fp16 = ("--dtype", "fp16")
-    monkeypatch.setattr(loss_scale, "INITIAL_SCALE", 1024.0)
-    monkeypatch.setattr(loss_scale, "WINDOW", 3)
+    monkeypatch.setattr(state_files, "INITIAL_SCALE", 1024.0)
+    monkeypatch.setattr(state_files, "WINDOW", 3)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
@@ -108,7 +108,7 @@ def test_fp16_overflow_skips_the_step_and_halves_the_scale(
             if step in values:
                 assert_same(masters(ours), before)
                 assert ours.offloaded.loss_scale.value == scale / 2
-    monkeypatch.setattr(loss_scale, "INITIAL_SCALE", 2.0**22)  # the first steps overflow in plain torch too
+    monkeypatch.setattr(state_files, "INITIAL_SCALE", 2.0**22)  # the first steps overflow in plain torch too
     expected, _ = plain(build.model, 12, *fp16)
     assert {norm is None for _, norm in expected} == {True, False}
     with build(SUMS[home], *fp16) as ours:
@@ -116,8 +116,8 @@ def test_fp16_overflow_skips_the_step_and_halves_the_scale(
 
 
 def test_a_loss_scale_is_resumed_in_fp16_only(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_scale, "INITIAL_SCALE", 1024.0)
-    monkeypatch.setattr(loss_scale, "WINDOW", 2)
+    monkeypatch.setattr(state_files, "INITIAL_SCALE", 1024.0)
+    monkeypatch.setattr(state_files, "WINDOW", 2)
     scales = {}
     for before in ("bf16", "fp16"):
         with build("all in RAM", "--dtype", before) as ours:

@@ -1,21 +1,15 @@
 """Tests of masters in 16 bits and moments in 16 and 8: bitsandbytes' format, and unbiased rounding."""
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from update_ranges import form
 
 from offload_trainer.optim import moments
-from offload_trainer.optim.kernel_api import PageUpdate, ParamRange, TorchKernel
-from offload_trainer.optim.kernels import choose_kernel, random_page
-from offload_trainer.optim.moments import Bits, Noise, StoredField, random_bits, stored_field
-from offload_trainer.optim.rules import AdamW
+from offload_trainer.optim.moments import Bits, Noise, StoredField, random_bits
 from offload_trainer.optim.state_files import StoredKind
-from offload_trainer.plan.tiered.state_formats import MOMENTS
 
 
 def values(n: int, *, signed: bool) -> torch.Tensor:
@@ -101,73 +95,6 @@ def test_only_zero_is_stored_as_a_second_moment_of_zero(noise: Bits | None) -> N
     least, most = (0.55, 1.6) if noise is None else (0.35, 2.6)
     assert (back.view(2, 256) >= least * x).all()
     assert (back.view(2, 256) <= x.clamp(min=3.3e-7 * x.amax(1)[:, None]) * most).all()
-
-
-# -- effect on updates -------------------------------------------------------------------------------------------------
-
-LR = 1e-3
-
-
-def rare(elements: int = 1024, steps: int = 30) -> Iterator[torch.Tensor]:
-    """Yield gradients N(0, 1), of which one in 256 is 3e-4 in three steps and otherwise zero."""
-    random = torch.Generator().manual_seed(0)
-    for step in range(steps):
-        gradient = torch.randn(elements, generator=random)
-        gradient[7::256] = 3e-4 if 3 <= step < 6 else 0.0
-        yield gradient
-
-
-def shrinking(elements: int = 1024, steps: int = 400) -> Iterator[torch.Tensor]:
-    """Yield gradients N(0, 1) that shrink to a millionth, except that one in 256 is constant."""
-    random = torch.Generator().manual_seed(0)
-    for step in range(steps):
-        gradient = torch.randn(elements, generator=random) * 10 ** (-6 * step / (steps - 1))
-        gradient[7::256] = torch.tensor([1e-4, 1e-3, 1e-2, 1e-1])
-        yield gradient
-
-
-def largest_update(states: str, gradients: Iterator[torch.Tensor], *, beta2: float) -> float:
-    """Return the largest change of an element in one step, in units of the rate. Both kernels have the same bits."""
-    (fields, _), largest = random_page(1024, form(states)), 0.0
-    fields["master"].zero_()
-    for moment in MOMENTS:
-        stored_field(moment, fields).write(torch.zeros(1024))
-    others = {name: field.clone() for name, field in fields.items()}
-    both = (TorchKernel(), fields), (choose_kernel("native")[0], others)
-    for step, gradient in enumerate(gradients, 1):
-        before = fields["master"].clone()
-        parts = [ParamRange(0, 1024, AdamW(LR, (0.9, beta2), 1e-8, 0.0), step)]
-        noise = None if states == "fp32" else Noise(1, step)
-        for kernel, held in both:
-            kernel.update_page(PageUpdate(held, gradient, None, parts, form(states), 1.0, noise))
-        largest = max(largest, float((fields["master"] - before).abs().max()) / LR)
-    assert all(torch.equal(field, others[name]) for name, field in fields.items())
-    return largest
-
-
-def largest_of_bitsandbytes() -> float:
-    AdamW8bit = pytest.importorskip("bitsandbytes.optim").AdamW8bit
-
-    weight, largest = torch.nn.Parameter(torch.zeros(1024)), 0.0
-    theirs = AdamW8bit([weight], lr=LR, betas=(0.9, 0.95), weight_decay=0.0, min_8bit_size=1)
-    for gradient in rare():
-        before = weight.detach().clone()
-        weight.grad = gradient
-        theirs.step()
-        largest = max(largest, float((weight.detach() - before).abs().max()) / LR)
-    return largest
-
-
-@pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
-def test_small_gradients_among_large_ones_make_no_large_update(states: str) -> None:
-    largest = largest_update(states, rare(), beta2=0.95)
-    assert largest < (1.5 if states == "fp32" else 3 * largest_of_bitsandbytes())
-
-
-def test_gradients_that_shrink_make_no_large_update() -> None:
-    """Second moments that should grow would stay with rounding to nearest: updates would reach 9 times the rate."""
-    assert largest_update("fp32", shrinking(), beta2=0.999) < 1.1
-    assert largest_update("8bit", shrinking(), beta2=0.999) < 4
 
 
 @pytest.mark.parametrize("form", ["bf16", "8bit"])

@@ -69,7 +69,7 @@ def run(
         gpu.bytes, gpu.fails = size, fails
         patch.setattr("offload_trainer.run.train._MORE_FREE", share)
         patch.setattr("offload_trainer.run.build.build_engine", build)
-        patch.setattr("offload_trainer.optim.cuda_adam.why_no_cuda_kernel", lambda place: None)
+        patch.setattr("offload_trainer.optim.cuda_adam.choose_cuda_kernel", lambda place: (gpu, ""))
         patch.setattr("offload_trainer.engine.tiered._device_kernel", lambda *_, **__: QueuedKernel(gpu))
         with cached_counts():
             train_run(load_config([*given, *words]))

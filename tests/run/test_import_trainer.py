@@ -30,8 +30,7 @@ from transformers import AutoModelForCausalLM, Trainer
 from uneven_targets import random_weights
 
 from offload_trainer.errors import UserError
-from offload_trainer.optim.loss_scale import LossScale
-from offload_trainer.optim.state_files import read_engine_state
+from offload_trainer.optim.state_files import LossScale, read_engine_state
 from offload_trainer.plan.tiered.state_formats import ADAMW
 from offload_trainer.run.checkpoint import read_state
 from offload_trainer.run.loop import learning_rate

@@ -39,7 +39,7 @@ SINGLE_FILES = {  # the calls of each module, and what they concern
     "run/loop.py": {"unlink"},  # the file `save`, which asks for a checkpoint by being there
 }
 # These remove directories made with mkdtemp or TemporaryDirectory; tests use tmp_path.
-ELSEWHERE = {"build_release.py", "damage.py", "kill_and_resume.py"}
+ELSEWHERE = {"damage.py", "kill_and_resume.py"}
 
 
 def removals(path: Path) -> set[str]:

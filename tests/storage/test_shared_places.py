@@ -176,33 +176,23 @@ THINGS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@ROOT
-@pytest.mark.parametrize("thing", THINGS)
-def test_another_user_has_the_name_on_the_drive(thing: str, tmp_path: Path) -> None:
-    """Another user's file of any kind at the drive's directory name is left alone, and this user gets another name."""
-    taken = tmp_path / "offload-trainer"
-    THINGS[thing](taken)
-    for path in (taken, *(taken.rglob("*") if thing == "directory" else ())):
-        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
-    before, ours = sorted(tmp_path.rglob("*")), tmp_path / f"offload-trainer-{os.geteuid()}"
-    left: list[Path] = []
-    for _ in range(2):
-        assert dead_runs(tmp_path) == left
-        with leased(tmp_path) as lease:
-            assert lease.parent == ours
-            assert list(ours.iterdir()) == [lease]
-        assert sorted(tmp_path.rglob("*")) == sorted([*before, ours])
-        left = [dead_lease(ours)]
-
-
-@pytest.mark.parametrize("thing", [thing for thing in THINGS if thing != "directory"])
-def test_this_user_has_put_something_else_there(thing: str, tmp_path: Path) -> None:
-    THINGS[thing](tmp_path / "offload-trainer")
+@pytest.mark.parametrize(
+    ("owner", "thing"),
+    [*(("yours", thing) for thing in THINGS if thing != "directory")]
+    + [pytest.param("another user", thing, marks=ROOT) for thing in THINGS],
+)
+def test_something_else_has_the_name_on_the_drive(owner: str, thing: str, tmp_path: Path) -> None:
+    """It is left alone."""
+    root = tmp_path / "offload-trainer"
+    THINGS[thing](root)
+    if owner != "yours":
+        os.chown(root, NOBODY, NOBODY, follow_symlinks=False)
+    before = sorted(tmp_path.rglob("*"))
+    what = "a directory" if thing == "directory" else "a link or a file"
     for ask in (dead_runs, lambda drive: leased(drive).__enter__()):
-        with pytest.raises(
-            UserError, match=r"offload-trainer is a link or a file of yours.*move it away, or name anoth"
-        ):
+        with pytest.raises(UserError, match=rf"{root} is {what} of {owner}.*move it away, or name another directory"):
             ask(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_only_removed_directories_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,17 +209,6 @@ def test_only_removed_directories_are_reported(tmp_path: Path, monkeypatch: pyte
         lease.__enter__()
     assert messages == [f"note: {left}, which a dead run left, stays: Operation not permitted: state"]
     lease.__exit__(None, None, None)
-
-
-@ROOT
-def test_both_names_are_taken(tmp_path: Path) -> None:
-    for name in ("offload-trainer", f"offload-trainer-{os.geteuid()}"):
-        (tmp_path / name).mkdir()
-        os.chown(tmp_path / name, NOBODY, NOBODY)
-    with pytest.raises(
-        UserError, match=r"offload-trainer-0 is a directory of others.*name another directory with --nv"
-    ):
-        leased(tmp_path).__enter__()
 
 
 # -- locks that are no locks -------------------------------------------------------------------------------------------

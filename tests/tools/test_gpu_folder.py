@@ -1,5 +1,6 @@
 """Tests of the folder for a GPU machine without network: it has all dependencies, and its versions are pinned."""
 
+import platform
 import subprocess
 import sys
 import tomllib
@@ -7,13 +8,14 @@ from importlib.metadata import requires
 from itertools import pairwise
 from pathlib import Path
 
+import gpu_folder
 import pytest
 from commands import environment
-from gpu_folder import CARRIED, THERE, command, pinned
+from gpu_folder import CARRIED, LEVELS, THERE, command, pinned
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from offload_trainer.optim.prebuilt_kernels import LEVELS
+from offload_trainer.optim.kernels import choose_kernel
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 LINUX = {"python_version": "3.12", "python_full_version": "3.12.3", "sys_platform": "linux", "extra": ""}
@@ -46,6 +48,27 @@ def test_levels_require_the_features_that_their_code_uses() -> None:
     needed = [flags for _, flags in LEVELS.values()]
     assert all(more > fewer for more, fewer in pairwise(needed))
     assert [options[0] for options, _ in LEVELS.values()][-1] == "-march=x86-64-v3"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the folder is for x86-64")
+def test_a_machine_without_a_compiler_uses_the_folders_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs no libstdc++ there. Kernels of other sources, or for another CPU, are not used."""
+    monkeypatch.setattr(gpu_folder, "LEVELS", {"x86-64-v3": LEVELS["x86-64-v3"]})
+    (made,) = gpu_folder.build_kernels(tmp_path / "kernels")
+    assert b"libstdc++.so" not in made.read_bytes()
+    assert made.stat().st_size < 2_000_000
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert choose_kernel("auto")[0].name == "torch"
+    if not (placed := gpu_folder.place_kernel(tmp_path / "kernels")):
+        pytest.skip("this CPU is older than those that kernels are built for")
+    assert placed == "x86-64-v3"
+    assert choose_kernel("native")[0].name == "native"
+    for name, change in (("line_of_features", lambda: "flags: avx"), ("texts_of", lambda source: ["other"])):
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu_folder.kernel_cache, name, change)
+            assert gpu_folder.place_kernel(tmp_path / "kernels") == ""
 
 
 @pytest.mark.network

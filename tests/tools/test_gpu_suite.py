@@ -223,8 +223,8 @@ def outcome(kernel: str, *, engine: str = "tiered", pages: int | None = None, **
 
 
 def test_rows_that_must_not_be_quoted_are_marked() -> None:
-    """Neither a compiler nor a prebuilt kernel, or an overlap that updates no page early, makes a row another one."""
-    built = "The update on the CPU: the native kernel, prebuilt for x86-64-v4 and checked to give torch's bits."
+    """No compiler, or an overlap that updates no page early, makes a row another one."""
+    built = "The update on the CPU: the native kernel, built for this machine and checked to give torch's bits."
     slow = "The update on the CPU: torch's kernel; the faster native one is not used: adam.cpp needs a C++ compiler"
     assert outcome(slow, gpu_fraction=0.5) == f"not comparable: {slow}"
     assert outcome(built) == outcome(slow, gpu_fraction=1.0) == outcome("", engine="deepspeed") == "ok"

@@ -6,13 +6,13 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-from build_release import build_release
 from fresh_environment import fresh_environment, shell
 from sample_chats import CHATS
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -31,7 +31,14 @@ TWICE = next(line for line in COMMANDS if COMMANDS.count(line) == 2)
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_release(tmp_path_factory.mktemp("dist"), kernels=False)
+    """Build the wheel from a copy, because setuptools writes next to its sources."""
+    copy = tmp_path_factory.mktemp("copy")
+    shutil.copytree(ROOT / "offload_trainer", copy / "offload_trainer", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy2(ROOT / name, copy)
+    build = [sys.executable, "-c", "from setuptools import build_meta; print(build_meta.build_wheel('dist'))"]
+    done = subprocess.run(build, cwd=copy, capture_output=True, text=True, check=True)
+    return copy / "dist" / done.stdout.splitlines()[-1]
 
 
 @pytest.fixture(scope="module")

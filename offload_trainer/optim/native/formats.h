@@ -3,12 +3,6 @@
 
 #include "numbers.h"
 
-// CPUs on which permutations of bytes are known to look codes up faster than single loads.
-#if defined(__AVX512FP16__) && defined(__AVX512VBMI__)
-#define WIDE_TABLES
-#include <immintrin.h>
-#endif
-
 namespace {
 
 constexpr int64_t BLOCK = 256;  // elements that share a scale in 8 bits; 1 KiB of fp32
@@ -31,10 +25,10 @@ struct Cell {
 
 // The tables of the 8-bit format; native_kernel.py has the same fields.
 struct Tables {
-    const float* values[2];      // values of the 256 codes: of second moments, of first moments
-    const uint8_t* planes[2];    // the same values by byte: the first bytes of all 256, the second bytes, ...
-    const uint32_t* nearest;     // first moments: lookup table of the nearest code; negative numbers count down
-    const uint32_t* lower;       // second moments: lookup table of the largest code that is not above the number
+    const float* unsigned_values;  // of the 256 codes of second moments
+    const float* signed_values;    // of first moments
+    const uint32_t* nearest;       // first moments: lookup table of the nearest code; negative numbers count down
+    const uint32_t* lower;         // second moments: lookup table of the largest code that is not above the number
     const Cell* cells;
 };
 
@@ -78,73 +72,20 @@ inline void encode_bf16(const float* __restrict values, const uint32_t* __restri
     for (int64_t i = 0; i < count; i++) out[i] = cut_bf16(bits(values[i]), chance[i]);
 }
 
-#ifdef WIDE_TABLES
-
-// Look up 64 codes in one plane; a code's top bit selects the upper or the lower half of the plane.
-inline __m512i bytes_of(const uint8_t* plane, __m512i codes, __mmask64 upper) {
-    const __m512i low = _mm512_permutex2var_epi8(_mm512_loadu_si512(plane), codes, _mm512_loadu_si512(plane + 64));
-    const __m512i high =
-        _mm512_permutex2var_epi8(_mm512_loadu_si512(plane + 128), codes, _mm512_loadu_si512(plane + 192));
-    return _mm512_mask_blend_epi8(upper, low, high);
-}
-
-// Decode whole vectors of 64 codes; return the number of elements done. The four bytes of a number are interleaved
-// within 128-bit lanes, so the codes are first permuted such that the results are four vectors of consecutive numbers.
-inline int64_t look_up_planes(const uint8_t* __restrict planes, const uint8_t* __restrict codes, float* __restrict out,
-                              int64_t count) {
-    alignas(64) uint8_t order[64];
-    for (int i = 0; i < 64; i++) order[i] = uint8_t(i % 4 + i / 16 * 4 + i / 4 % 4 * 16);
-    const __m512i in_order = _mm512_load_si512(order);
-    int64_t i = 0;
-    for (; i + 64 <= count; i += 64) {
-        const __m512i some = _mm512_permutexvar_epi8(in_order, _mm512_loadu_si512(codes + i));
-        const __mmask64 upper = _mm512_movepi8_mask(some);
-        const __m512i b0 = bytes_of(planes, some, upper), b1 = bytes_of(planes + 256, some, upper);
-        const __m512i b2 = bytes_of(planes + 512, some, upper), b3 = bytes_of(planes + 768, some, upper);
-        const __m512i low01 = _mm512_unpacklo_epi8(b0, b1), high01 = _mm512_unpackhi_epi8(b0, b1);
-        const __m512i low23 = _mm512_unpacklo_epi8(b2, b3), high23 = _mm512_unpackhi_epi8(b2, b3);
-        _mm512_storeu_si512(out + i, _mm512_unpacklo_epi16(low01, low23));
-        _mm512_storeu_si512(out + i + 16, _mm512_unpackhi_epi16(low01, low23));
-        _mm512_storeu_si512(out + i + 32, _mm512_unpacklo_epi16(high01, high23));
-        _mm512_storeu_si512(out + i + 48, _mm512_unpackhi_epi16(high01, high23));
-    }
-    return i;
-}
-
-#else
-
-inline int64_t look_up_planes(const uint8_t*, const uint8_t*, float*, int64_t) { return 0; }
-
-#endif
-
-// Look up the codes' values, which the caller multiplies by their scale; `which` is the index of the table.
-inline void decode_8bit(const uint8_t* __restrict codes, const Tables& tables, int which, float* __restrict out,
-                        int64_t count) {
-    const int64_t done = look_up_planes(tables.planes[which], codes, out, count);
-    if (done < count) look_up(tables.values[which], codes + done, out + done, count - done);
-}
-
 // Divide a block by its greatest magnitude, which is written to `scale`; write the quotients and their upper 16 bits.
 // Return whether that is possible: it is neither zero, infinite nor NaN. As integers the bits of magnitudes have the
-// order of the numbers, with NaN above all. Quotients above 2^-40 are correctly rounded; smaller ones all give the same
-// code, so it only matters that they do not become 0.
+// order of the numbers, with NaN above all.
 inline bool divide(const float* __restrict values, float* __restrict scale, float* __restrict to,
                    uint16_t* __restrict top, int64_t count) {
     uint32_t greatest = 0;
     for (int64_t i = 0; i < count; i++) greatest = std::max(greatest, bits(values[i]) & MAGNITUDE);
     *scale = number(greatest);
     if (greatest == 0 || greatest >= INFINITE) return false;
-    const Divisor divisor(number(greatest));
-    if (divisor.value >= 0x1p-60f && divisor.value <= 1.0f)
-        for (int64_t i = 0; i < count; i++) {
-            to[i] = quotient(values[i], divisor);
-            top[i] = uint16_t(bits(to[i]) >> 16);
-        }
-    else
-        for (int64_t i = 0; i < count; i++) {
-            to[i] = values[i] / divisor.value;
-            top[i] = uint16_t(bits(to[i]) >> 16);
-        }
+    const float divisor = number(greatest);
+    for (int64_t i = 0; i < count; i++) {
+        to[i] = values[i] / divisor;
+        top[i] = uint16_t(bits(to[i]) >> 16);
+    }
     return true;
 }
 

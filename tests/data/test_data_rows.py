@@ -1,11 +1,13 @@
 """Tests of rows and mixtures: epochs have each row or exact shares, batches the right rows; resuming is exact."""
 
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ from sample_chats import CHATS, lines, run_data, turns
 from offload_trainer.data.rows import Batch, RowReader, Shares, mixed, order, split_rows
 from offload_trainer.data.tokenfile import TokenFile, write_tokens
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.run.loop import _evaluate
+from offload_trainer.telemetry.metrics import EvalRecord
 
 SEQ_LEN = 5
 ROWS = 13  # none of the micro-batch sizes below divides it
@@ -138,6 +142,25 @@ def test_validation_is_in_file_order_and_keeps_the_rest(tokens: TokenFile) -> No
     assert all(torch.equal(a.targets, b.targets) for a, b in zip(batches, again, strict=True))
     everything = list(rows.validation_batches(micro_batch=4, limit=1000))
     assert [row_numbers(batch) for batch in everything] == [[6, 7, 8, 9], [10, 11, 12]]
+
+
+def test_a_validation_loss_is_the_mean_over_all_counted_targets() -> None:
+    """Batches of 5, 1 and 3 counted targets have the losses 5, 1 and 3."""
+    targets = [torch.tensor([[7] * count + [-100] * (6 - count)]) for count in (5, 1, 3)]
+    made = [Batch(torch.zeros(1, 6, dtype=torch.int64), one) for one in targets]
+    records: list[EvalRecord] = []
+    for batches, scale in ((made, 1.0), (made[:1], 200.0)):
+        job: Any = SimpleNamespace(
+            train=SimpleNamespace(micro_batch_size=1, eval_rows=3),
+            engine=SimpleNamespace(eval_loss=lambda batch, scale=scale: scale * batch.counted),
+            validation_rows=SimpleNamespace(validation_batches=lambda batches=batches, **_: iter(batches)),
+            telemetry=SimpleNamespace(evaluation=records.append),
+        )
+        _evaluate(job, 1)
+    first, huge = records
+    assert first.validation_loss == (25 + 1 + 9) / 9
+    assert first.perplexity == math.exp(35 / 9)
+    assert (huge.validation_loss, huge.perplexity) == (1000.0, math.inf)
 
 
 # -- files that change under a run -----------------------------------------------------------------------------------

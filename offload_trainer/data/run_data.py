@@ -75,8 +75,6 @@ def prepare_tokens(spec: TokenSpec, *, validation: bool = False) -> Tokens:
                     f"{file.path} was made with the tokenizer {file.tokenizer} but this run uses {fingerprint}: "
                     "set data.tokenizer to the one it was made with, or give the text instead"
                 )
-            if file.assumed:
-                spec.say(f"{file.path}: {file.assumed}")
             # A matching sidecar that states a vocabulary within the model's saves reading the ids.
             stated = file.tokenizer is not None and file.vocabulary is not None and file.vocabulary <= vocabulary
             if not stated and (largest := file.largest_id()) >= vocabulary:

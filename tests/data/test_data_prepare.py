@@ -307,88 +307,45 @@ def draw(count: int, *, below: int, seed: int = 0) -> np.ndarray:
     return (np.random.default_rng(seed).zipf(1.3, count) - 1) % below
 
 
-# -- which width -----------------------------------------------------------------------------------------------------
+def raw(path: Path, ids: Any, dtype: str = "uint16") -> Path:
+    """Write ids as others do, with the least that a sidecar may say."""
+    np.asarray(ids).astype(dtype).tofile(path)
+    sidecar_path(path).write_text(json.dumps({"dtype": dtype, "tokens": len(ids)}))
+    return path
 
 
-@pytest.mark.parametrize("vocabulary", [4, 20, 65, 2048, 50257, 65536])
-def test_nanogpts_files_are_read_as_uint16(vocabulary: int, tmp_path: Path, encoded: list[bool]) -> None:
-    """They need no sidecar, also with a vocabulary of a few ids, and with an even or odd number of ids."""
-    path, said = tmp_path / "t.bin", list[str]()
-    ids = draw(4001, below=vocabulary)
-    ids[:vocabulary] = np.arange(min(vocabulary, len(ids)))
-    for count in (4000, 4001):
-        ids[:count].astype("<u2").tofile(path)
-        tokens = from_file(path, say=said.append)
-        assert tokens.read(0, count).tolist() == ids[:count].tolist()
-    assert said == [f"{path}: no sidecar: read as uint16, as nanoGPT writes them"] * 2
+def test_raw_ids_are_read_as_wide_as_their_sidecar_says(tmp_path: Path, encoded: list[bool]) -> None:
+    """The message about a missing sidecar shows one that can be read."""
+    path, ids = tmp_path / "t.bin", draw(4001, below=50257)
+    ids[:4000].astype("<u2").tofile(path)
+    with pytest.raises(UserError, match="does not say how wide its ids are") as error:
+        from_file(path)
+    narrow, said, wide = re.findall(
+        r'write ({.*?}) into (\S+); for those of 32 bits "uint32" and (\d+)', str(error.value)
+    )[0]
+    assert said == str(sidecar_path(path))
+    sidecar_path(path).write_text(narrow)
+    assert from_file(path).read(0, 4000).tolist() == ids[:4000].tolist()
+    sidecar_path(path).write_text(json.dumps({"dtype": "uint32", "tokens": int(wide)}))
+    assert TokenFile.open(path).read(0, 2000).tolist() == (ids[:4000:2] + 65536 * ids[1:4000:2]).tolist()
+    for dtype in ("uint16", "uint32"):
+        assert from_file(raw(path, ids, dtype)).read(0, 4001).tolist() == ids.tolist()
     assert not encoded
     with pytest.raises(UserError, match=f"holds ids up to {ids.max()}, but the model only has ids below {ids.max()}"):
         from_file(path, vocabulary=int(ids.max()))
 
 
-@pytest.mark.parametrize("vocabulary", [10, 2048, 50257, 128_256, 151_936, 262_144])
-def test_uint32_without_a_sidecar_is_recognised(vocabulary: int, tmp_path: Path) -> None:
-    ids = draw(4001, below=vocabulary)
-    ids.astype("<u4").tofile(tmp_path / "t.bin")
-    tokens = TokenFile.open(tmp_path / "t.bin")
-    assert tokens.read(0, len(tokens)).tolist() == ids.tolist()
-    assert tokens.largest_id() == ids.max()
-    assert "read as uint32" in str(tokens.assumed)
-
-
-def test_what_may_be_either_needs_the_sidecar_that_the_message_shows(tmp_path: Path) -> None:
-    path = tmp_path / "t.bin"
-    for ids in ([70, 0, 80, 0], [0] * 400):
-        np.array(ids, dtype="<u2").tofile(path)
-        sidecar_path(path).unlink(missing_ok=True)
-        with pytest.raises(UserError, match="16-bit or 32-bit ids") as error:
-            from_file(path)
-        narrow, count, said = re.findall(r"({.*?}), or uint32 and (\d+), into (\S+)", str(error.value))[0]
-        assert said == str(sidecar_path(path))
-        sidecar_path(path).write_text(narrow)
-        assert from_file(path).read(0, len(ids)).tolist() == ids
-        sidecar_path(path).write_text(json.dumps({"dtype": "uint32", "tokens": int(count)}))
-        assert from_file(path).read(0, int(count)).tolist() == ids[::2]
-
-
-def test_other_formats_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "t.bin"
-    ids = draw(4000, below=50257)
-    ids.astype("<i8").tofile(path)
-    with pytest.raises(UserError, match="64 bits"):
-        TokenFile.open(path)
-    with path.open("wb") as file:
-        np.save(file, ids.astype("<u2"))
-    with pytest.raises(UserError, match=r"not raw ids, but a file of NumPy"):
-        TokenFile.open(path)
-    header = np.zeros(256, dtype="<i4")
-    header[0] = 20240520
-    path.write_bytes(header.tobytes() + ids.astype("<u2").tobytes())
-    with pytest.raises(UserError, match=r"tail -c \+1025 FILE > ids\.bin for llm\.c's"):
-        TokenFile.open(path)
-    path.write_bytes(path.read_bytes()[1024:])
-    assert TokenFile.open(path).read(0, 4000).tolist() == ids.tolist()
-
-
-# -- that a file changes ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sidecar", [False, True])
-def test_a_file_without_checksums_gets_them(sidecar: bool, tmp_path: Path) -> None:
+def test_a_file_without_checksums_gets_them(tmp_path: Path) -> None:
     """A changed file has another identity in the next run, and is an error within a run."""
-    path = tmp_path / "t.bin"
-    ids = draw(1_200_000, below=50257).astype("<u2")
-    ids.tofile(path)
-    if sidecar:
-        sidecar_path(path).write_text(json.dumps({"dtype": "uint16", "tokens": len(ids)}))
+    ids = draw(1_200_000, below=50257)
+    path = raw(tmp_path / "t.bin", ids)
     first, again = TokenFile.open(path), TokenFile.open(path)
     assert len(first.sums) == 3
     assert first.sums == again.sums
     ids[1_000_000] ^= 1
-    ids.tofile(path)
-    assert TokenFile.open(path).sums != first.sums
+    assert TokenFile.open(raw(path, ids)).sums != first.sums
     first.read(0, 1000)
-    with pytest.raises(TrainerError, match="has changed since the run opened it"):
+    with pytest.raises(TrainerError, match=r"the block at byte 1048576 differs .*; restore it"):
         first.read(1_000_000, 1)
 
 

@@ -6,8 +6,7 @@ The order is computed for each position, so the whole state of the data is one n
 again, and a stream from the seek point before the position. With micro-batches of one size, the rows of a step and the
 seeds of their forwards do not depend on how they are divided over ranks and gradient accumulation.
 
-    joined(files)          their ids follow each other as in a single file; rows cross from one file into the next
-    mixed(files, weights)  in each epoch every text supplies a fixed share of the rows, exact to the row:
+A `Mixture` has several texts. In each epoch every text supplies a fixed share of the rows, exact to the row:
 
     rows     0 .. T-1 are for training, one text's after the other's; then V rows for validation, drawn from all texts
     epoch    T places, of which text i has m_i = T * weight_i / sum of weights, rounded so that they sum to T
@@ -22,7 +21,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,49 +117,56 @@ class Shares:
         return f"mixture, in an epoch of {total} rows: {'; '.join(parts)}"
 
 
-class TokenShards:
-    """Ids of several token files of one dtype: one file after the other, or the rows of a mixture as numbered above.
+class Mixture:
+    """The rows of several token files of one kind, numbered as above. Has the attributes of a `TokenFile` for readers.
 
-    Has the attributes of a `TokenFile` that its readers use. One on which the files disagree is None.
+    One on which the files disagree is None.
     """
 
     def __init__(
-        self, files: Sequence[Tokens], *, seq_len: int = 0, splits: Sequence[Split] = (), shares: Shares | None = None
+        self,
+        files: Sequence[TokenFile],
+        weights: Sequence[float],
+        *,
+        names: Sequence[str],
+        seq_len: int,
+        validation: float,
     ) -> None:
-        """Set the files and, of a mixture alone, the row length, the rows of each text and their shares of an epoch."""
-        self._files, self._seq_len, self._splits, self.shares = tuple(files), seq_len, tuple(splits), shares
-        first, *others = (file.name for file in files)
-        self.name: str = " and ".join([first, *others]) if shares else f"{first} and {len(others)} more"
-        self.paths: tuple[Path, ...] = tuple(path for file in files for path in file.paths)
-        self.sums: tuple[int, ...] = tuple(crc for file in files for crc in (len(file), *file.sums))
-        self.dtype: np.dtype = files[0].dtype
-        self.row_length: int | None = files[0].row_length
-        self.packed: bool = files[0].packed
-        self.tokenizer: str | None = files[0].tokenizer if len({file.tokenizer for file in files}) == 1 else None
-        self.summary: str | None = "; ".join(file.summary for file in files if file.summary) or None
+        """Hold out the last share `validation` of each file's rows. Without `weights` each row comes once an epoch.
+
+        Raises UserError if they are not of one kind, or a file has too few rows.
+        """
+        for what in ("row_length", "packed"):
+            if len(values := {str(getattr(file, what)): name for file, name in zip(files, names, strict=True)}) > 1:
+                listing = " and ".join(f"{name} ({what.replace('_', ' ')} {value})" for value, name in values.items())
+                raise UserError(f"data.mixture: {listing} differ in kind: use only conversations, or only text")
+        self._files, self._seq_len = tuple(files), seq_len
+        self.splits = tuple(
+            split_rows(len(file), seq_len=seq_len, validation=validation, name=name)
+            for file, name in zip(files, names, strict=True)
+        )
+        rows = [len(split.train) for split in self.splits]
+        self.shares = Shares(rows, weights or rows)
+        if 0 in self.shares.counts:
+            name = names[self.shares.counts.index(0)]
+            raise UserError(
+                f"data.mixture: {name} would have no row in an epoch of {sum(rows)}: give it a larger weight"
+            )
+        self.name = " and ".join(file.name for file in files)
+        self.paths = tuple(path for file in files for path in file.paths)
+        self.sums = tuple(crc for file in files for crc in (len(file), *file.sums))
+        self.row_length, self.packed = files[0].row_length, files[0].packed
+        self.tokenizer = files[0].tokenizer if len({file.tokenizer for file in files}) == 1 else None
+        self.summary = "; ".join(file.summary for file in files if file.summary) or None
 
     def __len__(self) -> int:
-        if self.shares is None:
-            return sum(map(len, self._files))
-        return sum(len(rows) for split in self._splits for rows in split) * self._seq_len + 1
+        return sum(len(rows) for split in self.splits for rows in split) * self._seq_len + 1
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return `count` ids from `start` on as `TokenFile.read` does; of a mixture, one row and the id after it."""
-        if self.shares is not None:
-            return self._row_of_mixture(start, count)
-        assert 0 <= start <= start + count <= len(self), (start, count, len(self))
-        parts = []
-        for file, end in zip(self._files, accumulate(map(len, self._files)), strict=True):
-            begin = end - len(file)
-            first, last = max(start, begin), min(start + count, end)
-            if first < last:
-                parts.append(file.read(first - begin, last - first))
-        return np.concatenate(parts) if parts else np.empty(0, dtype=self.dtype)
-
-    def _row_of_mixture(self, start: int, count: int) -> np.ndarray:
+        """Return one row and the id after it, as `TokenFile.read` does."""
         row, inside = divmod(start, self._seq_len)
         assert (inside, count) == (0, self._seq_len + 1), (start, count)
-        train, validation = zip(*self._splits, strict=True)
+        train, validation = zip(*self.splits, strict=True)
         trained, held_out = (sum(map(len, parts)) for parts in (train, validation))
         if row >= trained:  # shuffled, so that the first rows, which evaluations use, come from all texts
             row = trained + order(row - trained, held_out, seed=0, epoch=0)
@@ -172,50 +177,7 @@ class TokenShards:
         raise AssertionError(start)
 
 
-Tokens = TokenFile | TokenShards
-
-
-def joined(files: Sequence[TokenFile]) -> Tokens:
-    """Return the files as one sequence of ids.
-
-    Raises UserError if they differ in dtype, tokenizer, vocabulary or end-of-text (a file that does not state a value
-    fits any), or if one of several files holds rows of conversations.
-    """
-    for what in ("dtype", "tokenizer", "vocabulary", "end_of_text"):
-        values = {str(getattr(file, what)): file.path for file in files if getattr(file, what) is not None}
-        if len(values) > 1:
-            listing = ", ".join(f"{value} in {path}" for value, path in values.items())
-            raise UserError(f"the token files differ: their {what.replace('_', ' ')} is {listing}; make them equal")
-    if len(files) > 1 and (rows := [str(file.path) for file in files if file.row_length]):
-        raise UserError(
-            f"{rows[0]} holds conversations in rows, but is one of {len(files)} files: use it alone, or give "
-            "the conversations of all files as .jsonl"
-        )
-    return files[0] if len(files) == 1 else TokenShards(files)
-
-
-def mixed(
-    files: Sequence[Tokens], weights: Sequence[float], *, names: Sequence[str], seq_len: int, validation: float
-) -> TokenShards:
-    """Return the texts as one mixture, with the last share `validation` of each text's rows held out.
-
-    Raises UserError if they are not of one kind, or a text has too few rows.
-    """
-    for what in ("dtype", "row_length", "packed"):
-        if len(values := {str(getattr(file, what)): name for file, name in zip(files, names, strict=True)}) > 1:
-            listing = " and ".join(f"{name} ({what.replace('_', ' ')} {value})" for value, name in values.items())
-            raise UserError(f"data.mixture: {listing} differ in kind: use only conversations, or only text")
-    splits = tuple(
-        split_rows(len(file), seq_len=seq_len, validation=validation, name=f"data.mixture: {name}")
-        for file, name in zip(files, names, strict=True)
-    )
-    shares = Shares([len(split.train) for split in splits], weights)
-    if 0 in shares.counts:
-        name = names[shares.counts.index(0)]
-        raise UserError(
-            f"data.mixture: {name} would have no row in an epoch of {sum(shares.rows)}: give it a larger weight"
-        )
-    return TokenShards(files, seq_len=seq_len, splits=splits, shares=shares)
+Tokens = TokenFile | Mixture
 
 
 @dataclass(frozen=True, eq=False)
@@ -386,7 +348,7 @@ class RowReader:
         return Batch(inputs, torch.from_numpy(targets), data_position, seed=seed, positions=positions, padding=padding)
 
     def _row(self, position: int) -> int:
-        if self.shuffle and isinstance(self.tokens, TokenShards) and self.tokens.shares is not None:
+        if self.shuffle and isinstance(self.tokens, Mixture):
             return self.tokens.shares.row(position, seed=self.seed)
         block = self.tokens.block if self.shuffle and isinstance(self.tokens, StreamedTokens) else 0
         count = block or len(self.rows)  # Each block of a stream is shuffled as an epoch is.

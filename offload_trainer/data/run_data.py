@@ -28,7 +28,7 @@ import numpy as np
 from offload_trainer.config import DataSection
 from offload_trainer.data.loss_mask import AnswerEncoder
 from offload_trainer.data.packing import Encoder, TokenSpec, records_in
-from offload_trainer.data.rows import Split, Tokens, joined, mixed, split_rows
+from offload_trainer.data.rows import Mixture, Split, Tokens, split_rows
 from offload_trainer.data.sources import find_sources
 from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.data.tokenfile import NOT_LEARNED, TokenFile, cached, stated_facts, write_tokens
@@ -82,7 +82,11 @@ def prepare_tokens(spec: TokenSpec, *, validation: bool = False) -> Tokens:
                     f"{file.path} holds ids up to {largest}, but the model only has ids below {vocabulary}: "
                     "choose the model that it was tokenised for, or give the text instead"
                 )
-        return joined(files)
+        if len(files) == 1:
+            return files[0]
+        kept = 0.0 if validation or section.validation_path else section.validation
+        names = [str(file.path) for file in files]
+        return Mixture(files, (), names=names, seq_len=seq_len, validation=kept)
     found = _tokenised(spec, sources, spec.encoder(spec.form_of(sources)))
     if vocabulary_size(spec.tokenizer) > vocabulary:  # The file may have been made for another model.
         spec.known(np.array(found.largest_id()))
@@ -270,7 +274,7 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
         if not section.mixture:
             return text(*section.path)
         files = [text(path) for path in section.path]
-        return mixed(files, section.mixture, names=section.path, seq_len=seq_len, validation=kept)
+        return Mixture(files, section.mixture, names=section.path, seq_len=seq_len, validation=kept)
 
     tokens = held_out = rank_zero_first(texts)
     if section.validation_path:
@@ -283,7 +287,7 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
         raise UserError("data.packing=on needs a tokenizer with a token that ends documents and does not begin them")
     talks = tokens.row_length is not None and bool(tokenizer.chat_template)
     ends = AnswerEncoder(tokenizer, everything=False).end_ids if talks else []
-    if section.mixture:
+    if isinstance(tokens, Mixture):
         train = range(sum(tokens.shares.rows))
         split = Split(train, range(len(train), (len(tokens) - 1) // seq_len))
     else:
@@ -322,8 +326,8 @@ def _describe(data: RunData) -> Iterator[str]:
     rest = f"; the last {left} tokens do not fill a row" if left else ""
     padded = " with padding" if tokens.summary else ""
     yield f"data: {len(tokens)} tokens{padded}, {len(split.train)} rows to train on, {validation}{rest}"
-    if section.mixture:
-        yield tokens.shares.told(section.path)
+    if isinstance(tokens, Mixture):
+        yield tokens.shares.told(section.path if section.mixture else [str(path) for path in tokens.paths])
 
 
 def epoch_line(data: RunData, *, rows_per_step: int, steps: int) -> str:

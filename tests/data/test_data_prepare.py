@@ -19,7 +19,7 @@ from seen_calls import calls_of
 
 from offload_trainer.data import documents, packing, tokenfile
 from offload_trainer.data import run_data as preparing
-from offload_trainer.data.rows import RowReader, TokenShards
+from offload_trainer.data.rows import RowReader
 from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.data.tokenfile import IDS, TokenFile, cached, sidecar_path, write_tokens
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -352,44 +352,23 @@ def test_a_file_without_checksums_gets_them(tmp_path: Path) -> None:
 # -- several ---------------------------------------------------------------------------------------------------------
 
 
-def test_shards_are_read_as_one_file(tmp_path: Path) -> None:
-    """Shards of odd sizes, one with a single id, read as one file; rows cross their borders."""
-    ids = draw(1000, below=2048)
-    paths = []
-    for number, (start, end) in enumerate([(0, 333), (333, 334), (334, 1000)]):
-        paths.append(tmp_path / f"{number}.bin")
-        ids[start:end].astype("<u2").tofile(paths[-1])
-    ids.astype("<u2").tofile(tmp_path / "whole.bin")
-    shards, whole = from_file(*paths), from_file(tmp_path / "whole.bin")
-    assert isinstance(shards, TokenShards)
-    assert len(shards) == len(whole) == 1000
-    for start, count in ((0, 1000), (330, 8), (333, 1), (999, 1), (400, 100), (5, 0)):
-        assert shards.read(start, count).tolist() == ids[start : start + count].tolist()
-    rows = [
-        RowReader(tokens, seq_len=7, rows=range(142), vocabulary=2048).rows_at([0, 47, 141])
-        for tokens in (shards, whole)
-    ]
-    assert (rows[0].targets == rows[1].targets).all()
-    assert from_file(*reversed(paths)).sums != shards.sums
-    with pytest.raises(TrainerError, match=r"0\.bin and 2 more: row 47 holds id"):
-        RowReader(shards, seq_len=7, rows=range(142), vocabulary=1).rows_at([47])
-
-
-def test_shards_of_different_kinds_are_refused(tmp_path: Path) -> None:
-    fingerprint = tokenizer_fingerprint(TOKENIZER)
-    for name, vocabulary in (("a", 2048), ("b", 2048), ("c", 70000), ("d", 2049)):
-        write_tokens(tmp_path / f"{name}.bin", [[1, 2, 3]], tokenizer=fingerprint, vocabulary=vocabulary)
-    a, b, c, d = (tmp_path / f"{name}.bin" for name in "abcd")
-    both = from_file(a, b)
-    assert (both.tokenizer, len(both)) == (fingerprint, 6)
-    with pytest.raises(UserError, match=r"dtype is uint16 in .*a\.bin, uint32 in .*c\.bin"):
-        from_file(a, c)
-    with pytest.raises(UserError, match=r"vocabulary is 2048 in .*, 2049 in"):
-        from_file(a, d)
-    fields = json.loads(sidecar_path(b).read_text())
-    sidecar_path(b).write_text(json.dumps(fields | {"tokenizer": "0123456789abcdef"}))
+def test_several_files_are_a_mixture_in_which_each_row_comes_once(tmp_path: Path) -> None:
+    """Files of different widths, of which one states another tokenizer's ids and is refused."""
+    paths = [raw(tmp_path / "0.bin", range(333)), raw(tmp_path / "1.bin", range(333, 1000), "uint32")]
+    both = from_file(*paths, seq_len=7, validation=0.1)
+    assert both.shares.counts == list(both.shares.rows) == [43, 86]
+    reader = RowReader(both, seq_len=7, rows=range(129), vocabulary=2048, shuffle=True)
+    firsts = next(reader.train_batches(0, micro_batch=129)).inputs[:, 0].tolist()
+    assert sorted(firsts) == [*range(0, 43 * 7, 7), *range(333, 333 + 86 * 7, 7)] != firsts
+    held_out = RowReader(both, seq_len=7, rows=range(129, 142), vocabulary=2048)
+    rows = next(held_out.validation_batches(micro_batch=20, limit=20)).inputs[:, 0].tolist()
+    assert sorted(rows) == [*range(43 * 7, 47 * 7, 7), *range(333 + 86 * 7, 333 + 95 * 7, 7)]
+    assert from_file(*reversed(paths), seq_len=7).sums != both.sums
+    with pytest.raises(TrainerError, match=r"0\.bin and .*1\.bin: row 47 holds id"):
+        RowReader(both, seq_len=7, rows=range(129), vocabulary=1).rows_at([47])
+    write_tokens(tmp_path / "b.bin", [range(30)], tokenizer="0123456789abcdef", vocabulary=2048)
     with pytest.raises(UserError, match="made with the tokenizer 0123456789abcdef"):
-        from_file(a, b)
+        from_file(*paths, tmp_path / "b.bin")
 
 
 # -- a separate validation file --------------------------------------------------------------------------------------

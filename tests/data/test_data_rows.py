@@ -15,7 +15,7 @@ import pytest
 import torch
 from sample_chats import CHATS, lines, run_data, turns
 
-from offload_trainer.data.rows import Batch, RowReader, Shares, mixed, order, split_rows
+from offload_trainer.data.rows import Batch, Mixture, RowReader, Shares, order, split_rows
 from offload_trainer.data.tokenfile import TokenFile, write_tokens
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.run.loop import _evaluate
@@ -229,7 +229,7 @@ def test_rows_are_the_texts_own(tmp_path: Path) -> None:
     """Each row begins at a multiple of the length in its own text, and each text's last rows are validation only."""
     ids = {"a": range(103), "b": range(10000, 10041)}
     files = [written(tmp_path / name, some, vocabulary=30000) for name, some in ids.items()]
-    found = mixed(files, (1, 3), names=("a", "b"), seq_len=SEQ_LEN, validation=0.2)
+    found = Mixture(files, (1, 3), names=("a", "b"), seq_len=SEQ_LEN, validation=0.2)
     assert found.shares.rows == (16, 7)
     assert len(found) == (20 + 8) * SEQ_LEN + 1
     reader = RowReader(found, seq_len=SEQ_LEN, rows=range(23), vocabulary=30000, seed=1, shuffle=True)
@@ -256,14 +256,14 @@ def test_rows_are_the_texts_own(tmp_path: Path) -> None:
 def test_what_cannot_be_mixed_is_refused(tmp_path: Path) -> None:
     text = written(tmp_path / "a", range(103))
     rows = written(tmp_path / "b", range(51), row_length=SEQ_LEN)
-    with pytest.raises(UserError, match=r"data\.mixture: a \(dtype uint16\) and b \(dtype uint32\) differ in kind"):
-        mixed([text, rows], (1, 1), names=("a", "b"), seq_len=SEQ_LEN, validation=0.1)
+    with pytest.raises(UserError, match=r"data\.mixture: a \(row length None\) and b \(row length 5\) differ in kind"):
+        Mixture([text, rows], (1, 1), names=("a", "b"), seq_len=SEQ_LEN, validation=0.1)
     short = written(tmp_path / "c", range(8))
     with pytest.raises(UserError, match=r"c has 8 tokens, and one training row of 5 and one for validation needs 11"):
-        mixed([text, short], (1, 1), names=("a", "c"), seq_len=SEQ_LEN, validation=0.1)
-    assert mixed([text, short], (1, 1), names=("a", "c"), seq_len=SEQ_LEN, validation=0).shares.rows == (20, 1)
+        Mixture([text, short], (1, 1), names=("a", "c"), seq_len=SEQ_LEN, validation=0.1)
+    assert Mixture([text, short], (1, 1), names=("a", "c"), seq_len=SEQ_LEN, validation=0).shares.rows == (20, 1)
     with pytest.raises(UserError, match=r"c would have no row in an epoch of 21: give it a larger weight"):
-        mixed([text, short], (1000, 1), names=("a", "c"), seq_len=SEQ_LEN, validation=0)
+        Mixture([text, short], (1000, 1), names=("a", "c"), seq_len=SEQ_LEN, validation=0)
 
 
 def test_a_run_of_two_texts(tmp_path: Path) -> None:

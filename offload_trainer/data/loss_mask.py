@@ -33,8 +33,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from offload_trainer.data.conversations import Example, Message, texts_in
-from offload_trainer.data.documents import json_in
+from offload_trainer.data.documents import Example, Message, json_in, texts_in
 from offload_trainer.data.tokenizer import document_marks
 from offload_trainer.errors import UserError
 from offload_trainer.packages import is_installed, to_install

@@ -28,8 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from offload_trainer.data.conversations import TEXT, Example, form_of_record
-from offload_trainer.data.documents import without_nulls
+from offload_trainer.data.documents import TEXT, Example, form_of_record, without_nulls
 from offload_trainer.data.packing import TokenSpec, records_in
 from offload_trainer.data.sources import find_sources, load_from_hub
 from offload_trainer.errors import RERUN_HINT, TrainerError

@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from offload_trainer.data import packing
-from offload_trainer.data.conversations import example_of
+from offload_trainer.data.documents import example_of
 from offload_trainer.data.loss_mask import AnswerEncoder
 from offload_trainer.data.packing import DocumentEncoder
 from offload_trainer.data.rows import RowReader

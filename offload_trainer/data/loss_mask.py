@@ -1,18 +1,10 @@
 """Tokenisation of conversations with a loss mask: render a chat template and find the answers' tokens.
 
-    template with {% generation %}   transformers reports the text that its generation blocks wrote
-    template that trl knows          the same with the training variant of the template, which trl ships
-    any other template               the conversation is rendered again with another text in place of an answer, and
-                                     what differs is the answer
-
-        <user>Why?<end><assistant> │ Because.<end> │ <user>...
-        ──── not an answer ─────── │ ── answer ─── │
-
-The generation prompt is not learned, since a model never writes it. An answer includes the token that ends its turn,
-at which generation stops. Without marks both are proven, or the template is refused; white space after the end of a
-turn is then excluded. With marks the template decides, and answers without an end are counted.
-
-A template may drop text of a line, such as calls of tools. Fields whose text is missing from the result are counted.
+If a template has {% generation %}, or trl has a training variant of it that does, transformers reports the text that
+these blocks wrote. With any other template the conversation is rendered again with another text in place of an answer,
+and what differs is the answer. The generation prompt is not learned, since a model never writes it. An answer includes
+the token that ends its turn, at which generation stops. Without marks both are proven, or the template is refused;
+with marks the template decides, and answers without an end are counted. So are fields whose text is in no row.
 """
 
 import json

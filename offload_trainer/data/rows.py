@@ -1,17 +1,8 @@
 """Rows of fixed length from token files or a stream: their order, mixtures of several files, and batches of them.
 
-    position in the run -> epoch and place in it -> row -> tokens[row * L : row * L + L + 1]
-
-The order is computed for each position, so the whole state of the data is one number. A resume reads no token file
-again, and a stream from the seek point before the position. With micro-batches of one size, the rows of a step and the
-seeds of their forwards do not depend on how they are divided over ranks and gradient accumulation.
-
-A `Mixture` has several texts. In each epoch every text supplies a fixed share of the rows, exact to the row:
-
-    rows     0 .. T-1 are for training, one text's after the other's; then V rows for validation, drawn from all texts
-    epoch    T places, of which text i has m_i = T * weight_i / sum of weights, rounded so that they sum to T
-    place    -> by the run's shuffle, text i and k < m_i -> the text's own row number epoch * m_i + k, in its own epochs
-                and shuffles: a small text repeats more often, and a large one supplies other rows in each epoch
+The order is computed, so the whole state of the data is one number: a position in the run gives an epoch and a place in
+it, this a row, and a row R of length L is tokens[R * L : R * L + L + 1]. With micro-batches of one size, the rows of a
+step and the seeds of their forwards do not depend on how they are divided over ranks and gradient accumulation.
 """
 
 from __future__ import annotations
@@ -118,9 +109,12 @@ class Shares:
 
 
 class Mixture:
-    """The rows of several token files of one kind, numbered as above. Has the attributes of a `TokenFile` for readers.
+    """The rows of several token files of one kind. Has the attributes of a `TokenFile` for readers.
 
-    One on which the files disagree is None.
+    Rows 0 .. T-1 are for training, one file's after the other's; then come the held-out rows of all files, shuffled. An
+    epoch has T places. Of these file i has m_i = T * weight_i / sum of weights, rounded so that they sum to T. The run's
+    shuffle maps a place to a file i and k < m_i, which is the file's own row number epoch * m_i + k in its own epochs
+    and shuffles: a small file repeats more often, and a large one supplies other rows in each epoch.
     """
 
     def __init__(

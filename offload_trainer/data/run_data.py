@@ -1,11 +1,8 @@
 """Data of a run: tokenize it into the cache, split it into training and validation rows, and identify it.
 
-    DataSection, ModelSource ── prepare_data ──> RunData ── identity ──> compared at resume
-    find_sources ── DocumentEncoder or RowEncoder ── write_tokens ──> cache/NAME-KEY.bin
-
-Text is tokenised once into the cache, a ``.bin`` file is used unchanged, and a stream is tokenised while the run reads
-it (stream.py). The key is a hash of everything that the ids depend on, including the text's bytes, which each start
-reads for it.
+Text is tokenised once into cache/NAME-KEY.bin, a ``.bin`` file is used unchanged, and a stream is tokenised while the
+run reads it (stream.py). The key is a hash of everything that the ids depend on, including the text's bytes, which each
+start reads for it.
 """
 
 import hashlib
@@ -107,16 +104,14 @@ def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> To
 
     def arrays() -> Iterator[Any]:
         begin = reported = time.monotonic()
-        before, tokens = _bytes_read(), 0
+        tokens = 0
         records: Any = (record for source in sources for record in records_in(source, encoder))
         for ids in map(spec.known, encoder.encode(records)):
             yield ids
             tokens, now = tokens + len(ids), time.monotonic()
             if now - reported >= _SECONDS_BETWEEN_REPORTS:
-                reported, speed = now, format_count(tokens / (now - begin))
-                share = min(1.0, (_bytes_read() - before) / max(1, total))
-                read = f", {share:.0%} of the text read" if share else ""
-                say(f"{format_count(tokens)} tokens{read}, {speed} a second")
+                reported = now
+                say(f"{format_count(tokens)} tokens, {format_count(tokens / (now - begin))} a second")
         say(f"{format_count(tokens)} tokens in {format_seconds(time.monotonic() - begin)}")
         if encoder.note:
             say(encoder.note)
@@ -141,14 +136,6 @@ def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> To
         summary=lambda: encoder.summary,
     )
     return TokenFile.open(target, owned=True)
-
-
-def _bytes_read() -> int:
-    """Return the bytes that this process has read (rchar of proc(5)), 0 where the system does not count them."""
-    try:
-        return int(Path("/proc/self/io").read_text().split()[1])
-    except OSError:
-        return 0
 
 
 def source_sums(sources: Sequence[Path]) -> list[str]:

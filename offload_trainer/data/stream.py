@@ -1,14 +1,9 @@
 """Streamed data sets: `StreamedTokens.read(start, count)` returns ids by number, as a token file does, without one.
 
-    stream:NAME ── datasets, streaming ─┬─ DocumentEncoder or RowEncoder ──> ids, or marked ids in rows, read on demand
-    stream:PATH ── files of records ────┘
-
 Ids are in the data set's own order, and behind the last record the data set begins again. The ids of a path are those
-of the token file that would be written. rows.py makes rows of them: with data.shuffle=N the last block of N rows that
-was read stays in memory, so that they can be asked for in any order.
-
-To reach an id without tokenizing everything before it, the run directory has a list of seek points (stream.jsonl,
-`Point`). Packed conversations have them only where no row is open, which is where the data set begins again.
+of the token file that would be written. To reach an id without tokenizing everything before it, the run directory has a
+list of seek points (stream.jsonl, `Point`). Packed conversations have them only where no row is open, which is where
+the data set begins again.
 """
 
 from __future__ import annotations

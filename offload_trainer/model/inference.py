@@ -1,8 +1,4 @@
-"""Text generation with saved weights on the CPU.
-
-empty_model ── all weights set ─┐
-            └─ read_as_called ──┴─ generate ──> ids, one by one, with transformers' KV cache
-"""
+"""Text generation with saved weights on the CPU, which are all set in an empty model or read as modules are called."""
 
 import copy
 from collections.abc import Callable, Container

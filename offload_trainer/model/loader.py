@@ -1,8 +1,5 @@
 """Resolution of a model name to its configuration, shape and weights, and construction of the module.
 
-    resolve_model(section, seed)  ->  ModelSource  ->  .build(dtype, context)   a module with unset weights
-                                                   ->  .weights()               (name, tensor), one at a time
-
 The code here is independent of the architecture; transformers provides all of them.
 """
 

@@ -2,8 +2,7 @@
 
 The body runs once. Then the model's own forward runs for each chunk, with the body replaced by a module that returns
 the chunk's hidden states, so what an architecture does after its head (soft-capping, scaling) is transformers' code.
-With several chunks each is recomputed in the backward, so only one chunk's logits exist at a time. If a head needs more
-than the last hidden states, the model runs unchanged with all of its logits.
+With several chunks each is recomputed in the backward, so only one chunk's logits exist at a time.
 """
 
 from collections.abc import Iterator

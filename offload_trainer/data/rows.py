@@ -111,8 +111,8 @@ class Shares:
 class Mixture:
     """The rows of several token files of one kind. Has the attributes of a `TokenFile` for readers.
 
-    Rows 0 .. T-1 are for training, one file's after the other's; then come the held-out rows of all files, shuffled. An
-    epoch has T places. Of these file i has m_i = T * weight_i / sum of weights, rounded so that they sum to T. The run's
+    Rows 0 .. T-1 are for training, one file's after the other's; then come the held-out rows of all files, shuffled. Of
+    the T places of an epoch file i has m_i = T * weight_i / sum of weights, rounded so that they sum to T. The run's
     shuffle maps a place to a file i and k < m_i, which is the file's own row number epoch * m_i + k in its own epochs
     and shuffles: a small file repeats more often, and a large one supplies other rows in each epoch.
     """

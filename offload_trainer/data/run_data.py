@@ -42,46 +42,44 @@ def prepare_tokens(spec: TokenSpec, *, validation: bool = False) -> Tokens:
     """Return the token file or files of `data.path`, with all ids below the model's number of ids.
 
     Text is tokenised into NAME-KEY.bin in the cache, unless that exists; equal files of runs replace each other.
-    Raises UserError as `find_sources` and `records_in`, and for empty text, ids that the model does not have,
-    and token files that do not fit each other. Raises TrainerError if the drive is full or the text changed meanwhile.
+    Raises UserError as `find_sources` and `records_in`, and for empty text, ids that the model does not have and token
+    files of other settings. Raises TrainerError if the drive is full or the text changed meanwhile.
     """
-    section, seq_len, fingerprint, vocabulary = spec.section, spec.seq_len, spec.fingerprint, spec.vocabulary
+    section, vocabulary = spec.section, spec.vocabulary
     sources = find_sources(section.path, say=spec.say, validation=validation)
     if sources[0].suffix == ".bin":
         files = [TokenFile.open(source) for source in sources]
         for file in files:
-            if file.row_length not in (None, seq_len):
-                raise UserError(
-                    f"{file.path} holds conversations in rows of {file.row_length}, and this run uses {seq_len}: use "
-                    f"--seq-len {file.row_length}, or give the conversations instead"
-                )
-            if file.row_length is not None and file.packed != (section.packing == "on"):
-                holds, key = ("several in a row", "on") if file.packed else ("each in a separate row", "off")
-                raise UserError(
-                    f"{file.path} holds conversations, {holds}: use data.packing={key}, or give the conversations "
-                    "instead"
-                )
-            if file.tokenizer is not None and file.tokenizer != fingerprint:
-                raise UserError(
-                    f"{file.path} was made with the tokenizer {file.tokenizer} but this run uses {fingerprint}: "
-                    "set data.tokenizer to the one it was made with, or give the text instead"
-                )
-            # A matching sidecar that states a vocabulary within the model's saves reading the ids.
-            stated = file.tokenizer is not None and file.vocabulary is not None and file.vocabulary <= vocabulary
-            if not stated and (largest := file.largest_id()) >= vocabulary:
-                raise UserError(
-                    f"{file.path} holds ids up to {largest}, but the model only has ids below {vocabulary}: "
-                    "choose the model that it was tokenised for, or give the text instead"
-                )
+            refused = _why_other(file, spec)
+            if refused:
+                raise UserError(f"{file.path} {refused}, or give the text or the conversations instead")
         if len(files) == 1:
             return files[0]
         kept = 0.0 if validation or section.validation_path else section.validation
         names = [str(file.path) for file in files]
-        return Mixture(files, (), names=names, seq_len=seq_len, validation=kept)
+        return Mixture(files, (), names=names, seq_len=spec.seq_len, validation=kept)
     found = _tokenised(spec, sources, spec.encoder(spec.form_of(sources)))
     if vocabulary_size(spec.tokenizer) > vocabulary:  # The file may have been made for another model.
         spec.known(np.array(found.largest_id()))
     return found
+
+
+def _why_other(file: TokenFile, spec: TokenSpec) -> str:
+    """Return why a token file is not for this run, and what to do, or ""."""
+    if file.row_length not in (None, spec.seq_len):
+        wanted = f"use --seq-len {file.row_length}"
+        return f"holds conversations in rows of {file.row_length}, and this run uses {spec.seq_len}: {wanted}"
+    if file.row_length is not None and file.packed != (spec.section.packing == "on"):
+        holds, key = ("several in a row", "on") if file.packed else ("each in a separate row", "off")
+        return f"holds conversations, {holds}: use data.packing={key}"
+    if file.tokenizer not in (None, spec.fingerprint):
+        return f"was made with the tokenizer {file.tokenizer} but this run uses {spec.fingerprint}: set data.tokenizer"
+    # A matching sidecar that states a vocabulary within the model's saves reading the ids.
+    stated = file.tokenizer is not None and file.vocabulary is not None and file.vocabulary <= spec.vocabulary
+    if not stated and (largest := file.largest_id()) >= spec.vocabulary:
+        only = f"the model only has ids below {spec.vocabulary}"
+        return f"holds ids up to {largest}, but {only}: choose the model that it was tokenised for"
+    return ""
 
 
 def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> TokenFile:

@@ -1,7 +1,7 @@
 """Resolution of the data paths that a user names to files; unsuitable files are refused with what to do.
 
-docs/data.md has the rule for directories with the splits of a data set. hub:OWNER/NAME, with /CONFIGURATION and :SPLIT,
-is a data set of the hub, whose downloaded Arrow files are read.
+docs/data.md has the rules, also for directories with the splits of a data set. Of one of the hub, the downloaded Arrow
+files are read.
 """
 
 import glob
@@ -18,7 +18,7 @@ from offload_trainer.config import STREAM
 from offload_trainer.data.documents import COMPRESSED, RECORDS, TABLES, holds_records, kind_of, printable
 from offload_trainer.errors import UserError
 from offload_trainer.packages import is_installed, lacks
-from offload_trainer.safe_files import file_bytes, one_line, open_given, parsed, parsed_yaml
+from offload_trainer.safe_files import file_bytes, one_line, open_given, parsed_yaml
 
 BUILTIN_CORPUS = Path(__file__).parent / "builtin" / "corpus.txt"
 TEXT_SUFFIXES = (".txt", ".md", *RECORDS)  # also when compressed
@@ -52,30 +52,24 @@ def find_sources(
     among its splits, .bin files mixed with text, and a file that is not text.
     """
     if not paths:
-        raise UserError(
-            "data.path is empty: name a text file, lines of JSON, a table, a directory, a .bin file, or builtin"
-        )
+        raise UserError("data.path is empty: name a text file, lines of JSON, a table, a directory, a .bin or builtin")
     refuse_missing_files(paths)
-    named: list[Path] = []
+    sources: list[Path] = []
     for entry in paths:
         path = Path(entry.removeprefix(STREAM)).expanduser()
         if entry.startswith("hub:"):
-            named += hub_files(entry)
-        elif not entry.startswith(STREAM) or path.exists():
-            named.append(BUILTIN_CORPUS if entry == "builtin" else path)
-        elif re.match(f"{STREAM}[/.~]", entry) or entry.count("/") > 2:
-            fix = "correct the path, or name stream:OWNER/NAME of the hub"
-            raise UserError(f"{entry}: no such file or directory; {fix}")
-        else:
-            hub_name(entry)
-    sources: list[Path] = []
-    splits = ("validation", "test") if validation else ("train",)
-    for path in named:
-        if path.is_dir():
-            sources += _files_inside(path, splits, say=say)
-        else:
+            sources += hub_files(entry)
+        elif entry == "builtin":
+            sources.append(BUILTIN_CORPUS)
+        elif path.is_dir():
+            sources += _files_inside(path, ("validation", "test") if validation else ("train",), say=say)
+        elif path.exists():
             _refuse_other(path)
             sources.append(path)
+        elif re.match(f"{STREAM}[/.~]", entry) or entry.count("/") > 2:
+            raise UserError(f"{entry}: no such file or directory; correct the path, or name stream:OWNER/NAME")
+        else:
+            hub_name(entry)
     packed = [str(source) for source in sources if source.suffix.lower() in (*TABLES, ".zst")]
     if packed and not is_installed("pyarrow"):
         raise UserError(lacks(packed[0], "pyarrow"))
@@ -85,8 +79,7 @@ def find_sources(
     token_files = [str(file) for file in sources if file.suffix == ".bin"]
     if token_files and len(sources) > len(token_files):
         raise UserError(
-            f"{len(sources)} files were given, but {', '.join(token_files[:5])} among them holds tokens: "
-            "give only .bin files, or only text"
+            f"{', '.join(token_files[:5])} holds tokens, and others text: give only .bin files, or only text"
         )
     return sources
 
@@ -104,15 +97,11 @@ def refuse_missing_files(paths: Sequence[str]) -> None:
 
 @cache
 def hub_files(entry: str) -> tuple[Path, ...]:
-    """Return the files in `datasets`' cache that hold the split (`train` by default), downloading them if needed.
-
-    Raises UserError for an invalid name, if `datasets` is not installed, and if the data set cannot be loaded.
-    """
+    """Return the files in `datasets`' cache that hold the split, downloaded if needed, or raise UserError."""
     name = hub_name(entry)[0]
     try:
         loaded = load_from_hub(entry)
-    # the hub, the network and the data set's content fail in many ways, all of them for the user to fix
-    except Exception as error:
+    except Exception as error:  # the hub, the network and the content fail in many ways, all for the user to fix
         raise UserError(
             f"{entry} could not be loaded: {one_line(error)}. Check the name, configuration, split and network, or "
             f"download it elsewhere with hf download --repo-type dataset {name} --local-dir data, then --data data"
@@ -130,17 +119,11 @@ def load_from_hub(entry: str, *, streaming: bool = False) -> Any:
 
 
 def hub_name(entry: str) -> tuple[str, str | None, str | None]:
-    """Return name, configuration and split of a dataset of the hub, written behind ``hub:`` or ``stream:``.
-
-    Raises UserError if it is written otherwise, and if `datasets` is not installed.
-    """
+    """Return name, configuration and split of a dataset of the hub. Raises UserError if it is written otherwise."""
     prefix, _, written = entry.partition(":")
     found = _HUB_NAME.fullmatch(written)
     if found is None:
-        raise UserError(
-            f"{entry}: a dataset of the hub is written {prefix}:OWNER/NAME, with /CONFIGURATION and :SPLIT if it has "
-            "several"
-        )
+        raise UserError(f"{entry}: a dataset is written {prefix}:OWNER/NAME, with /CONFIGURATION and :SPLIT if several")
     if not is_installed("datasets"):
         raise UserError(lacks(entry, "datasets"))
     name, configuration, split = found.groups()
@@ -158,17 +141,11 @@ def _files_inside(directory: Path, wanted: Sequence[str], *, say: Callable[[str]
         names = [printable(path.relative_to(directory)) for path in paths[:3]]
         return ", ".join(names) + (", ..." if len(paths) > 3 else "")
 
-    inside = [
-        path
-        for path in sorted(directory.rglob("*"))
-        if not any(part.startswith(".") for part in path.relative_to(directory).parts)
-    ]
+    inside = [path for path in sorted(directory.rglob("*")) if "/." not in f"/{path.relative_to(directory)}"]
     if linked := [path for path in inside if path.is_symlink() and path.is_dir()]:
         say(f"note: {len(linked)} linked directories in {directory} are not followed ({first(linked)}); name them too")
     known = [path for path in inside if path.is_file()]
     files = [path for path in known if _is_read(path) and not _ABOUT.fullmatch(path.name)]
-    listed = {folder: _data_files(folder) for folder in {path.parent for path in files}}
-    files = [path for path in files if not listed[path.parent] or path.name in listed[path.parent]]
     front = _front_matter(directory / _CARD)
     has_records = any(map(holds_records, files))  # a README.md beside them describes them; others may be the text
     files = [path for path in files if path.name != _CARD or not (has_records or (front and path == directory / _CARD))]
@@ -209,15 +186,6 @@ def _files_inside(directory: Path, wanted: Sequence[str], *, say: Callable[[str]
             f"{first(left)}; name one of those to read it too, with --data or --validation-data"
         )
     return chosen
-
-
-def _data_files(folder: Path) -> set[str]:
-    """Return the names of the files that `datasets` lists for a data set that it saved in a folder."""
-    try:
-        state = parsed(file_bytes(folder / "state.json", links=True), dict[str, Any])
-    except (FileNotFoundError, ValueError):
-        return set()
-    return {str(one.get("filename")) for one in state.get("_data_files") or () if isinstance(one, dict)}
 
 
 def _split_of(path: Path) -> str:

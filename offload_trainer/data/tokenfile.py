@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -205,20 +205,6 @@ def write_tokens(
     # the narrower one that holds the ids; rows have marks in the upper bits
     dtype: Any = np.dtype("<u4" if row_length or vocabulary > 1 << 16 else "<u2")
     folder, tokens, sums, block = path.parent, 0, list[int](), b""  # block: bytes not yet covered by a CRC-32
-
-    @contextlib.contextmanager
-    def told() -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            stack.close()  # remove the file first, so that the free space includes it
-            size, free = format_bytes(tokens * dtype.itemsize), format_bytes(shutil.disk_usage(folder).free)
-            raise TrainerError(
-                f"{folder}: tokens could not be written: {reason(error)}. They had {size}, at "
-                f"{dtype.itemsize} bytes a token, and there are {free} free now. Free more, or choose another "
-                "directory with data.cache=DIR"
-            ) from error
-
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -231,24 +217,36 @@ def write_tokens(
             raise UserError(
                 f"cannot write in {folder}: {error.strerror}; choose another directory with data.cache=DIR"
             ) from error
-        for ids in arrays:
-            data = memoryview(np.asarray(ids, dtype=dtype).tobytes())
-            tokens += len(ids)
-            block += data
-            with told():
+        try:
+            for ids in arrays:
+                data = memoryview(np.asarray(ids, dtype=dtype).tobytes())
+                tokens += len(ids)
+                block += data
                 while data:
                     data = data[file.write(data) :]
-            while len(block) >= BLOCK:
-                sums.append(zlib.crc32(block[:BLOCK]))
-                block = block[BLOCK:]
-        sums += [zlib.crc32(block)] if block else []  # one for each MiB
-        facts = _Sidecar(
-            dtype.name, tokens, vocabulary=vocabulary, row_length=row_length, summary=summary(), crc32=sums, **stated
-        )
-        fields = {name: value for name, value in asdict(facts).items() if value is not None and value is not False}
-        with told():
+                while len(block) >= BLOCK:
+                    sums.append(zlib.crc32(block[:BLOCK]))
+                    block = block[BLOCK:]
+            sums += [zlib.crc32(block)] if block else []  # one for each MiB
+            facts = _Sidecar(
+                dtype.name,
+                tokens,
+                vocabulary=vocabulary,
+                row_length=row_length,
+                summary=summary(),
+                crc32=sums,
+                **stated,
+            )
+            fields = {name: value for name, value in asdict(facts).items() if value is not None and value is not False}
             os.fsync(file.fileno())
             _commit(path, made, (json.dumps(fields) + "\n").encode())
+        except OSError as error:
+            stack.close()  # remove the file first, so that the free space includes it
+            size, free = format_bytes(tokens * dtype.itemsize), format_bytes(shutil.disk_usage(folder).free)
+            raise TrainerError(
+                f"{folder}: tokens could not be written: {reason(error)}. They had {size}, at {dtype.itemsize} bytes a "
+                f"token, and there are {free} free now. Free more, or choose another directory with data.cache=DIR"
+            ) from error
 
 
 def _commit(path: Path, ids: Path, content: bytes) -> None:

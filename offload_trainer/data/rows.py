@@ -67,7 +67,7 @@ def split_rows(token_count: int, *, seq_len: int, validation: float, name: str =
     if rows - held_out < 1:
         needed = (1 + (held_out > 0)) * seq_len + 1
         raise UserError(
-            f"{name} has {token_count} tokens, and one training row of {seq_len}"
+            f"{name} has {token_count} tokens, and one row of {seq_len}"
             f"{' and one for validation' if held_out else ''} needs {needed}: "
             f"give more text, a smaller --seq-len{', or data.validation=0' if held_out else ''}"
         )

@@ -248,13 +248,8 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
     else:
         split = split_rows(len(tokens), seq_len=seq_len, validation=kept)
     if section.validation_path:  # all of it is used
-        rows = (len(held_out) - 1) // seq_len
-        if not rows:
-            raise UserError(
-                f"--validation-data has {len(held_out)} tokens, and one row of {seq_len} needs {seq_len + 1}: give "
-                "more text or a smaller --seq-len"
-            )
-        split = split._replace(validation=range(rows))
+        every = split_rows(len(held_out), seq_len=seq_len, validation=0.0, name="--validation-data").train
+        split = split._replace(validation=every)
     data = RunData(whole, tokens, held_out, split, tuple(ends))
     for line in _describe(data):
         say(line)

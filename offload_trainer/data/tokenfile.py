@@ -228,16 +228,9 @@ def write_tokens(
                     sums.append(zlib.crc32(block[:BLOCK]))
                     block = block[BLOCK:]
             sums += [zlib.crc32(block)] if block else []  # one for each MiB
-            facts = _Sidecar(
-                dtype.name,
-                tokens,
-                vocabulary=vocabulary,
-                row_length=row_length,
-                summary=summary(),
-                crc32=sums,
-                **stated,
-            )
-            fields = {name: value for name, value in asdict(facts).items() if value is not None and value is not False}
+            stated |= {"vocabulary": vocabulary, "row_length": row_length, "summary": summary(), "crc32": sums}
+            facts = asdict(_Sidecar(dtype.name, tokens, **stated))
+            fields = {name: value for name, value in facts.items() if value is not None and value is not False}
             os.fsync(file.fileno())
             _commit(path, made, (json.dumps(fields) + "\n").encode())
         except OSError as error:

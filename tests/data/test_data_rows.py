@@ -259,7 +259,7 @@ def test_what_cannot_be_mixed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.mixture: a \(row length None\) and b \(row length 5\) differ in kind"):
         Mixture([text, rows], (1, 1), names=("a", "b"), seq_len=SEQ_LEN, validation=0.1)
     short = written(tmp_path / "c", range(8))
-    with pytest.raises(UserError, match=r"c has 8 tokens, and one training row of 5 and one for validation needs 11"):
+    with pytest.raises(UserError, match=r"c has 8 tokens, and one row of 5 and one for validation needs 11"):
         Mixture([text, short], (1, 1), names=("a", "c"), seq_len=SEQ_LEN, validation=0.1)
     assert Mixture([text, short], (1, 1), names=("a", "c"), seq_len=SEQ_LEN, validation=0).shares.rows == (20, 1)
     with pytest.raises(UserError, match=r"c would have no row in an epoch of 21: give it a larger weight"):

@@ -22,12 +22,18 @@ from transformers.initialization import no_init_weights
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.model.attention import repeat_keys_where_needed
-from offload_trainer.model.checkpoint_mapping import config_in, read_model_config, refuse_endless
 from offload_trainer.model.images import Patches, auto_class, settle_class, text_alone_requires_grads
 from offload_trainer.model.init_weights import initial_weights, meta_model, parameters_without_memory
 from offload_trainer.model.loss import CausalLoss, adds_router_loss
 from offload_trainer.model.presets import PRESETS, local_directory
-from offload_trainer.model.pretrained import OpenedWeights, opened_weights, persistent_buffers
+from offload_trainer.model.pretrained import (
+    OpenedWeights,
+    config_in,
+    opened_weights,
+    persistent_buffers,
+    read_model_config,
+    refuse_endless,
+)
 from offload_trainer.model.probes.rows import refuse_crossing, refuse_pieces
 from offload_trainer.model.shape import block_names, model_shape
 from offload_trainer.plan.planner import checkpointed_blocks

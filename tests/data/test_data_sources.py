@@ -82,6 +82,13 @@ def test_files_of_a_directory_that_are_not_read_are_reported(tmp_path: Path) -> 
     assert "1 linked directories" in links
     assert "(linked)" in links
     assert "2 of 5 files are read (a.txt, b.txt), and not a.pdf, b.zip, c.py; name one" in left
+    directory, messages[:] = filled(tmp_path / "set", SHARDS, readme=PUSHED), []
+    find_sources([f"stream:{directory}"], say=messages.append)
+    assert messages == [
+        f"data: {directory}: 2 of 5 files are read, the train split (data/train-00000-of-00002.parquet, "
+        "data/train-00001-of-00002.parquet), and not README.md, data/test-00000-of-00001.parquet, "
+        "data/validation-00000-of-00001.parquet; name one of those to read it too, with --data or --validation-data"
+    ]
 
 
 # -- directories of data sets, as a download from the hub leaves them --------------------------------------------------
@@ -108,25 +115,20 @@ LEFTOVERS = dict.fromkeys(
 # rows. Where not, it drops files, takes lines of text for documents, or finds no split named train.
 LAYOUTS: dict[str, tuple[str, dict[str, int], bool]] = {
     "pushed to the hub": (PUSHED, SHARDS | LEFTOVERS, True),
-    "without its card": ("", SHARDS | LEFTOVERS, True),
     "a card without files": ("# A data set\n", SHARDS, True),
-    "one file": ("---\nlicense: mit\n---\n", {"data.jsonl": 1}, True),
     "splits in the root": ("# A data set\n", {"train.jsonl": 1, "test.jsonl": 0}, True),
     "words in names": ("", {"train_a.jsonl": 1, "test_b.jsonl": 0, "c.jsonl": 0}, True),
     "arrays": ("", {"train-v2.0.json": 1, "dev-v2.0.json": 0}, True),
-    "comma-separated": ("", {"train.csv": 1, "my test 1.csv": 0, "LICENSE.txt": 0}, True),
     "tab-separated": ("", {"x.training.tsv": 1, "x.eval.tsv": 0}, True),
-    "compressed": ("", {"train.jsonl.gz": 1, "valid.jsonl.gz": 0}, True),
     "folders of splits": ("", {"train/a.jsonl": 1, "train/b.jsonl": 1, "test/a.jsonl": 0}, True),
-    "folders below data": ("", {"data/train/0.parquet": 1, "data/val/0.parquet": 0}, True),
     "folders of parts": ("", {"en/train-0.jsonl": 1, "de/train-0.jsonl": 1, "en/test-0.jsonl": 0}, True),
     "named by the card": (CARD, {"a.jsonl": 1, "b/c/d.jsonl": 1, "held_out.jsonl": 0, "more.jsonl": 0}, True),
     "paths of the card from its folder": (card(default={"train": "./data/train-*"}), SHARDS, True),
     "a default among several": (SEVERAL, {"small/train-0.jsonl": 0, "large/train-0.jsonl": 1}, True),
     "several formats": ("# Data\n", {"a.jsonl": 1, "b.parquet": 1, "c.csv": 1, "d.json": 1, "e.ndjson": 1}, False),
-    "several formats of splits": ("", {"train.jsonl": 1, "train-2.parquet": 1, "test.csv": 0}, False),
     "one split is named": ("", {"a.jsonl": 1, "test.jsonl": 0}, False),
-    "capitals": ("", {"Train.csv": 1, "Test.csv": 0}, False),
+    "capitals": ("", {"Train.csv": 1, "Test.csv": 0, "LICENSE.txt": 0}, False),
+    "documentation": ("", dict.fromkeys(("README.md", "dev/setup.md", "testing.md", "training.md"), 1), False),
     "splits of text": ("---\nlicense: mit\n---\n", {"x-train.txt": 1, "x-valid.txt": 0}, False),
     "chapters": ("", {"01-introduction.txt": 1, "02-training.txt": 1, "dev_blog/a.txt": 1, "metadata.json": 0}, False),
     "text with a card": ("---\nlicense: mit\n---\n", {"a.txt": 1, "b.txt": 1, "NOTICE": 0}, False),
@@ -167,7 +169,7 @@ def test_the_train_split_of_a_directory_is_read(name: str, tmp_path: Path) -> No
     left = [line for line in said if "and not" in line]
     expects_line = not all(is_read for file, is_read in files.items() if not file.startswith(".")) or readme
     assert bool(left) == bool(expects_line)
-    if all(path.suffix != ".txt" for path in found):
+    if all(path.suffix not in (".txt", ".md") for path in found):
         assert find_sources([f"stream:{directory}"]) == found
     if same:
         loaded = datasets.load_dataset(str(directory), split="train", streaming=True)
@@ -194,12 +196,6 @@ def test_validation_reads_no_training_files(readme: str, files: list[str], split
     assert {path.parent.name for path in find_sources([str(tmp_path / "saved")], validation=True)} == {"test"}
 
 
-def test_documentation_is_read_whole(tmp_path: Path) -> None:
-    """Its pages may be named like splits, and README.md is one of them."""
-    names = ["README.md", "dev/setup.md", "testing.md", "training.md"]
-    assert find_sources([str(filled(tmp_path, names))]) == [tmp_path / name for name in names]
-
-
 @pytest.mark.parametrize(
     ("readme", "files", "message"),
     [
@@ -217,20 +213,6 @@ def test_a_directory_that_leaves_a_choice_is_refused(
     filled(tmp_path / "x", ["outside.jsonl"])
     with pytest.raises(UserError, match=message):
         find_sources([str(filled(tmp_path / "data", files, readme=readme))], validation=files == ["train.jsonl"])
-
-
-def test_files_that_are_left_are_named(tmp_path: Path) -> None:
-    """One line names the files of the train split and those that are left, also for a stream."""
-    directory = filled(tmp_path / "data", SHARDS, readme=PUSHED)
-    expected = (
-        f"data: {directory}: 2 of 5 files are read, the train split (data/train-00000-of-00002.parquet, "
-        "data/train-00001-of-00002.parquet), and not README.md, data/test-00000-of-00001.parquet, "
-        "data/validation-00000-of-00001.parquet; name one of those to read it too, with --data or --validation-data"
-    )
-    said: list[str] = []
-    find_sources([str(directory)], say=said.append)
-    find_sources([f"stream:{directory}"], say=said.append)
-    assert said == [expected, expected]
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.zst", "hub:a/b", "stream:a/b"])

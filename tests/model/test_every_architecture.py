@@ -115,18 +115,6 @@ def test_large_models_without_checkpointing_train_without(tmp_path: Path) -> Non
     assert any(note.startswith("gradient checkpointing: off whatever its size") for note in shape.notes)
 
 
-def test_the_table_names_all(tmp_path: Path) -> None:
-    """Architectures that do not run in transformers are listed with its error."""
-    git = every_architecture.examine(
-        "Git", tmp_path, every_architecture.check_training, every_architecture.check_packing
-    )
-    right = every_architecture.Result("right", notes=("attention: eager, since",), drawn="equal")
-    rows = list(every_architecture.rows_of({"Git": git, "Llama": [right, right]}))
-    assert rows[1][:3] == ["Git", f"transformers: {git[0].why[:120]}", "transformers"]
-    assert "ValueError" in rows[1][1]
-    assert rows[2] == ["Llama", "right", "right", "attention: eager", ""]
-
-
 def test_weights_that_are_read_without_a_module_call_are_new_in_a_forward_that_an_update_overlaps(
     tmp_path: Path,
 ) -> None:

@@ -38,7 +38,7 @@ _SECONDS_BETWEEN_REPORTS = 5.0
 _LONG = 10**9  # bytes whose reading takes seconds
 
 
-def prepare_tokens(spec: TokenSpec, *, validation: bool = False) -> Tokens:
+def prepare_tokens(spec: TokenSpec) -> Tokens:
     """Return the token file or files of `data.path`, with all ids below the model's number of ids.
 
     Text is tokenised into NAME-KEY.bin in the cache, unless that exists; equal files of runs replace each other.
@@ -46,7 +46,7 @@ def prepare_tokens(spec: TokenSpec, *, validation: bool = False) -> Tokens:
     files of other settings. Raises TrainerError if the drive is full or the text changed meanwhile.
     """
     section, vocabulary = spec.section, spec.vocabulary
-    sources = find_sources(section.path, say=spec.say, validation=validation)
+    sources = find_sources(section.path, say=spec.say)
     if sources[0].suffix == ".bin":
         files = [TokenFile.open(source) for source in sources]
         for file in files:
@@ -55,7 +55,7 @@ def prepare_tokens(spec: TokenSpec, *, validation: bool = False) -> Tokens:
                 raise UserError(f"{file.path} {refused}, or give the text or the conversations instead")
         if len(files) == 1:
             return files[0]
-        kept = 0.0 if validation or section.validation_path else section.validation
+        kept = 0.0 if section.validation_path else section.validation
         names = [str(file.path) for file in files]
         return Mixture(files, (), names=names, seq_len=spec.seq_len, validation=kept)
     found = _tokenised(spec, sources, spec.encoder(spec.form_of(sources)))
@@ -192,9 +192,8 @@ UNKNOWN_IDENTITY: dict[str, Any] = dict.fromkeys(
 
 def check_data(section: DataSection, source: Any, *, say: Callable[[str], None]) -> None:
     """Raise UserError for data paths that are missing or hold no text or tokens; reads only the start of each file."""
-    for paths, validation in ((section.path, False), (section.validation_path, True)):
-        if paths:
-            find_sources(paths, say=say, validation=validation)
+    for paths in filter(None, (section.path, section.validation_path)):
+        find_sources(paths, say=say)
     _refuse_unknown(section, source)
 
 
@@ -214,10 +213,10 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
     whole = TokenSpec(section, tokenizer, tokenizer_fingerprint(tokenizer), vocabulary, seq_len, say)
     kept = 0.0 if section.validation_path or section.streamed else section.validation  # share of rows held out
 
-    def text(*paths: str, validation: bool = False) -> Any:
+    def text(*paths: str) -> Any:
         spec = replace(whole, section=section.model_copy(update={"path": paths}))
         if not spec.section.streamed:
-            return prepare_tokens(spec, validation=validation)
+            return prepare_tokens(spec)
         try:
             stream = StreamedTokens(spec)
             stream.read(0, 1)
@@ -233,7 +232,7 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
 
     tokens = held_out = rank_zero_first(texts)
     if section.validation_path:
-        held_out = rank_zero_first(lambda: text(*section.validation_path, validation=True))
+        held_out = rank_zero_first(lambda: text(*section.validation_path))
         if held_out.sums == tokens.sums or section.validation_path == section.path:
             say("note: --validation-data is the text of --data: its loss says nothing about other text")
     end = tokenizer.eos_token_id

@@ -119,22 +119,6 @@ def test_rows_of_csv_are_those_that_pyarrow_reads(name: str, mark: str, end: str
     assert [row["text"] for row in found] == FIELDS
 
 
-@pytest.mark.parametrize("block", [7, 1000, 1 << 18])
-@pytest.mark.parametrize("indent", [None, 1])
-@pytest.mark.parametrize("name", ["a.json", "a.json.xz"])
-def test_an_array_gives_what_it_holds(
-    name: str, indent: int | None, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Blocks may cut its records anywhere."""
-    records: list[Any] = [{"text": 'é€[]{},\\"' * n, "deep": [{"a": None}, 1.5]} for n in (0, 1, 2, 300, 1)]
-    content = b"\xef\xbb\xbf \n" + json.dumps(records, indent=indent, ensure_ascii=False).encode() + b"\n "
-    (tmp_path / name).write_bytes(lzma.compress(content) if name.endswith(".xz") else content)
-    monkeypatch.setattr(documents, "_BLOCK", block)
-    found = list(documents.read_records(tmp_path / name))
-    assert [record for _, record in found] == json.loads(content)
-    assert [where for where, _ in found] == [f"{tmp_path / name}, record {number}" for number in range(1, 6)]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

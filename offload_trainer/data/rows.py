@@ -74,38 +74,13 @@ def split_rows(token_count: int, *, seq_len: int, validation: float, name: str =
     return Split(train=range(rows - held_out), validation=range(rows - held_out, rows))
 
 
-class Shares:
-    """The rows of an epoch: `rows[i]` is the number of rows that text i has, `weights[i]` its relative share."""
-
-    def __init__(self, rows: Sequence[int], weights: Sequence[float]) -> None:
-        self.rows, self._starts = tuple(rows), [0, *accumulate(rows)]
-        # Rows by weight, rounded down; the largest remainders, on ties the first, get one more.
-        exact = [sum(rows) * weight / sum(weights) for weight in weights]
-        self.counts = [int(share) for share in exact]
-        rest = sorted(range(len(exact)), key=lambda n: self.counts[n] - exact[n])
-        for text in rest[: sum(rows) - sum(self.counts)]:
-            self.counts[text] += 1
-        self._ends = list(accumulate(self.counts))
-
-    def row(self, position: int, *, seed: int) -> int:
-        """Return the number, counted over all texts, of the row at this position of the run."""
-        epoch, place = divmod(position, self._ends[-1])
-        place = order(place, self._ends[-1], seed=seed, epoch=epoch)
-        text = bisect_right(self._ends, place)
-        own = epoch * self.counts[text] + place - (self._ends[text] - self.counts[text])
-        around, place = divmod(own, self.rows[text])
-        # A shuffle for each text and each pass over it, negative so that it differs from every epoch of the run.
-        drawn = -1 - (around * len(self.rows) + text)
-        return self._starts[text] + order(place, self.rows[text], seed=seed, epoch=drawn)
-
-    def told(self, names: Sequence[str]) -> str:
-        """Describe each text's share of an epoch and how often its rows repeat."""
-        total = self._ends[-1]
-        parts = [
-            f"{name} {count / total:.1%} of the rows, each {count / rows:.3g} times"
-            for name, count, rows in zip(names, self.counts, self.rows, strict=True)
-        ]
-        return f"mixture, in an epoch of {total} rows: {'; '.join(parts)}"
+def shares_of(total: int, weights: Sequence[float]) -> list[int]:
+    """Return `total` divided by weight, rounded down; the largest remainders, on ties the first, get one more."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    counts = [int(share) for share in exact]
+    for number in sorted(range(len(exact)), key=lambda n: counts[n] - exact[n])[: total - sum(counts)]:
+        counts[number] += 1
+    return counts
 
 
 class Mixture:
@@ -139,13 +114,17 @@ class Mixture:
             split_rows(len(file), seq_len=seq_len, validation=validation, name=name)
             for file, name in zip(files, names, strict=True)
         )
-        rows = [len(split.train) for split in self.splits]
-        self.shares = Shares(rows, weights or rows)
-        if 0 in self.shares.counts:
-            name = names[self.shares.counts.index(0)]
+        self._rows = [len(split.train) for split in self.splits]
+        self.counts = shares_of(sum(self._rows), weights or self._rows)
+        if 0 in self.counts:
+            name = names[self.counts.index(0)]
             raise UserError(
-                f"data.mixture: {name} would have no row in an epoch of {sum(rows)}: give it a larger weight"
+                f"data.mixture: {name} would have no row in an epoch of {sum(self._rows)}: give it a larger weight"
             )
+        self.told = f"mixture, in an epoch of {sum(self._rows)} rows: " + "; ".join(
+            f"{name} {count / sum(self._rows):.1%} of the rows, each {count / rows:.3g} times"
+            for name, count, rows in zip(names, self.counts, self._rows, strict=True)
+        )
         self.name = " and ".join(file.name for file in files)
         self.paths = tuple(path for file in files for path in file.paths)
         self.sums = tuple(crc for file in files for crc in (len(file), *file.sums))
@@ -155,6 +134,18 @@ class Mixture:
 
     def __len__(self) -> int:
         return sum(len(rows) for split in self.splits for rows in split) * self._seq_len + 1
+
+    def row(self, position: int, *, seed: int) -> int:
+        """Return the number, counted over all files, of the row at this position of the run."""
+        ends = list(accumulate(self.counts))
+        epoch, place = divmod(position, ends[-1])
+        place = order(place, ends[-1], seed=seed, epoch=epoch)
+        file = bisect_right(ends, place)
+        own = epoch * self.counts[file] + place - (ends[file] - self.counts[file])
+        around, place = divmod(own, self._rows[file])
+        # A shuffle for each file and each pass over it, negative so that it differs from every epoch of the run.
+        drawn = -1 - (around * len(self._rows) + file)
+        return sum(self._rows[:file]) + order(place, self._rows[file], seed=seed, epoch=drawn)
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return one row and the id after it, as `TokenFile.read` does."""
@@ -343,7 +334,7 @@ class RowReader:
 
     def _row(self, position: int) -> int:
         if self.shuffle and isinstance(self.tokens, Mixture):
-            return self.tokens.shares.row(position, seed=self.seed)
+            return self.tokens.row(position, seed=self.seed)
         block = self.tokens.block if self.shuffle and isinstance(self.tokens, StreamedTokens) else 0
         count = block or len(self.rows)  # Each block of a stream is shuffled as an epoch is.
         epoch, place = divmod(position, count)

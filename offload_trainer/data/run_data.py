@@ -242,7 +242,7 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
     talks = tokens.row_length is not None and bool(tokenizer.chat_template)
     ends = AnswerEncoder(tokenizer, everything=False).end_ids if talks else []
     if isinstance(tokens, Mixture):
-        train = range(sum(tokens.shares.rows))
+        train = range(sum(tokens.counts))
         split = Split(train, range(len(train), (len(tokens) - 1) // seq_len))
     else:
         split = split_rows(len(tokens), seq_len=seq_len, validation=kept)
@@ -276,7 +276,7 @@ def _describe(data: RunData) -> Iterator[str]:
     padded = " with padding" if tokens.summary else ""
     yield f"data: {len(tokens)} tokens{padded}, {len(split.train)} rows to train on, {validation}{rest}"
     if isinstance(tokens, Mixture):
-        yield tokens.shares.told(section.path if section.mixture else [str(path) for path in tokens.paths])
+        yield tokens.told
 
 
 def epoch_line(data: RunData, *, rows_per_step: int, steps: int) -> str:

@@ -256,7 +256,7 @@ def test_tokenizers_that_differ_in_their_marks_alone_have_different_fingerprints
     assert tokenizer_fingerprint(other) != tokenizer_fingerprint(ByT5Tokenizer())
 
 
-# -- tokenizers ----------------------------------------------------------------------------------------------------------
+# -- tokenizers -----------------------------------------------------------------------------------------------------
 
 
 def small_tokenizer(words: dict[str, int]) -> PreTrainedTokenizerFast:

@@ -313,7 +313,7 @@ def test_several_files_are_a_mixture_in_which_each_row_comes_once(tmp_path: Path
     """Files of different widths, of which one states another tokenizer's ids and is refused."""
     paths = [raw(tmp_path / "0.bin", range(333)), raw(tmp_path / "1.bin", range(333, 1000), "uint32")]
     both = from_file(*paths, seq_len=7, validation=0.1)
-    assert both.shares.counts == list(both.shares.rows) == [43, 86]
+    assert both.counts == [43, 86]
     reader = RowReader(both, seq_len=7, rows=range(129), vocabulary=2048, shuffle=True)
     firsts = next(reader.train_batches(0, micro_batch=129)).inputs[:, 0].tolist()
     assert sorted(firsts) == [*range(0, 43 * 7, 7), *range(333, 333 + 86 * 7, 7)] != firsts

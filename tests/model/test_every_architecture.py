@@ -154,7 +154,7 @@ def test_what_transformers_decays_decays(names: Collection[str]) -> None:
     assert not differences
 
 
-# -- dropout and router noise ---------------------------------------------------------------------------------------------
+# -- dropout and router noise --------------------------------------------------------------------------------------
 
 
 NOISY = {

@@ -66,10 +66,7 @@ def printable(path: Path | str) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """Open `path` for reading and peeking its decompressed bytes.
-
-    Raises UserError if it is not a regular file, cannot be read or cannot be decompressed.
-    """
+    """Open a regular file for reading and peeking its decompressed bytes. Raises UserError if they cannot be read."""
     with open_given(path) as file:
         try:
             yield _DECOMPRESSORS.get(path.suffix.lower(), lambda plain: plain)(io.BufferedReader(file, _BLOCK))

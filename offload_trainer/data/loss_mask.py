@@ -76,10 +76,7 @@ class AnswerEncoder:
     """A renderer of conversations with `tokenizer`, whose `chat_template` is set, that marks the tokens of answers."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, everything: bool) -> None:
-        """Set up the encoder. `everything` marks all tokens as learned.
-
-        Raises UserError if the tokenizer is not a fast one or has no default template.
-        """
+        """Set up the encoder, or raise UserError for a slow tokenizer. `everything` marks all tokens as learned."""
         if not tokenizer.is_fast:
             raise UserError(
                 f"the tokenizer {tokenizer.name_or_path} does not say which text its tokens are of (it has no "
@@ -239,10 +236,7 @@ class AnswerEncoder:
         return start, end
 
     def _searched(self, example: Example, text: str, number: int, turn: _Turn) -> Span:
-        """Return the span in `text` of the answer in message `number`, found without marks.
-
-        The conversation is rendered with `_TEXT` instead: only what the template writes around any answer may differ.
-        """
+        """Return the span in `text` of the answer in message `number`, found by rendering `_TEXT` instead of it."""
         if span := self._searched_calls(example, text, number, turn):
             return span
         message, messages = example.messages[number], list(example.messages)

@@ -184,10 +184,7 @@ class RowEncoder:
     note, column = "", None
 
     def __init__(self, spec: TokenSpec, form: str) -> None:
-        """Set up the encoder of records of `form`.
-
-        A tokenizer without a chat template gets a plain one, also in exports. Raises UserError as `AnswerEncoder`.
-        """
+        """Set up the encoder of records of `form`. A tokenizer without a chat template gets a plain one."""
         section, tokenizer, say = spec.section, spec.tokenizer, spec.say
         if not tokenizer.chat_template:
             begin = tokenizer.convert_ids_to_tokens(document_marks(tokenizer)[0])
@@ -239,10 +236,7 @@ class RowEncoder:
         return example_of(record, form=self._form, where=where)
 
     def encode(self, examples: Iterable[Example], *, last: bool = True) -> Iterator[np.ndarray]:
-        """Yield the rows that these conversations complete, and the open ones in their order if they are the `last`.
-
-        Raises UserError as `AnswerEncoder.encode`.
-        """
+        """Yield the rows that these conversations complete, and the open ones in their order if they are the `last`."""
         left = iter(examples)
         while batch := list(islice(left, _BATCH)):
             # Chat templates that ask for the date or the time print the day.
@@ -304,10 +298,7 @@ Encoder = DocumentEncoder | RowEncoder
 
 
 def records_in(source: Path, encoder: Encoder) -> Iterator[Any]:
-    """Yield a file's conversations or documents, each as blocks of text that must be read before the next document.
-
-    A text file is one document. Raises UserError, with file and line, as `text_blocks`, `read_records` and `parsed`.
-    """
+    """Yield a file's conversations or documents, each as blocks of text that must be read before the next document."""
     if holds_records(source):
         for where, record in read_records(source, column=encoder.column):
             yield encoder.parsed(record, where=where)

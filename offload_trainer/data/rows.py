@@ -101,10 +101,7 @@ class Mixture:
         seq_len: int,
         validation: float,
     ) -> None:
-        """Hold out the last share `validation` of each file's rows. Without `weights` each row comes once an epoch.
-
-        Raises UserError if they are not of one kind, or a file has too few rows.
-        """
+        """Hold out the last share `validation` of each file's rows. Without `weights` each row comes once an epoch."""
         for what in ("row_length", "packed"):
             if len(values := {str(getattr(file, what)): name for file, name in zip(files, names, strict=True)}) > 1:
                 listing = " and ".join(f"{name} ({what.replace('_', ' ')} {value})" for value, name in values.items())
@@ -230,10 +227,7 @@ def weights_in_step(counts: Sequence[int]) -> list[float]:
 
 
 def forward_seed(seed: int, *, first: int) -> int:
-    """Return the seed of the forward of the micro-batch whose first row is number `first` of the run, over all ranks.
-
-    It depends on no history and is the same on every rank and engine.
-    """
+    """Return the seed of the forward of the micro-batch whose first row has the number `first` in the run."""
     return int.from_bytes(hashlib.blake2b(f"forward {seed} {first}".encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -246,10 +240,7 @@ def padding_of(marks: np.ndarray) -> np.ndarray:
 
 
 def first_row(tokens: Tokens | StreamedTokens, tokenizer: PreTrainedTokenizerBase, *, seq_len: int) -> list[str]:
-    """Return the first row as text, one line per span with or without loss.
-
-    In a packed row each conversation starts with a line with its number. The last line counts the padding.
-    """
+    """Return the first row as text, one line per span with or without loss, and one with the padding's length."""
     row = tokens.read(0, seq_len + 1)[:-1].astype(np.int64)  # ids of text have no marks
     ids, learned = (row & IDS).tolist(), (row & NOT_LEARNED == 0).tolist()
     text_end = seq_len - int(padding_of(row[None])[0])

@@ -41,9 +41,8 @@ _LONG = 10**9  # bytes whose reading takes seconds
 def prepare_tokens(spec: TokenSpec) -> Tokens:
     """Return the token file or files of `data.path`, with all ids below the model's number of ids.
 
-    Text is tokenised into NAME-KEY.bin in the cache, unless that exists; equal files of runs replace each other.
-    Raises UserError as `find_sources` and `records_in`, and for empty text, ids that the model does not have and token
-    files of other settings. Raises TrainerError if the drive is full or the text changed meanwhile.
+    Raises UserError for text without tokens, ids that the model does not have and token files of other settings, and
+    TrainerError if the drive is full or the text changed meanwhile.
     """
     section, vocabulary = spec.section, spec.vocabulary
     sources = find_sources(section.path, say=spec.say)
@@ -198,10 +197,7 @@ def check_data(section: DataSection, source: Any, *, say: Callable[[str], None])
 
 
 def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callable[[str], None]) -> RunData:
-    """Tokenize the data unless it is in the cache, on rank 0 first, and return it split into rows. Collective.
-
-    A stream is opened and its first documents tokenized.
-    """
+    """Tokenize the data unless it is in the cache, on rank 0 first, and return it split into rows. Collective."""
     _refuse_unknown(section, source)
     name, vocabulary = section.tokenizer, source.shape.vocabulary
     if name == "auto":

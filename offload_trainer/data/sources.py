@@ -42,9 +42,7 @@ def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _:
 
     A directory stands for its files of text and tables, at any depth. A stream of the hub has none. `say` is told of
     files that are left, and of numbered ones that are missing.
-
-    Raises UserError for paths that do not exist (naming all of them), a directory without text or with several splits
-    of a data set, .bin files mixed with text, and a file that is not text.
+    Raises UserError for missing paths (naming all of them) and for what would not be trained on as the user means it.
     """
     if not paths:
         raise UserError("data.path is empty: name a text file, lines of JSON, a table, a directory, a .bin or builtin")

@@ -56,11 +56,7 @@ class StreamedTokens:
     paths = ()
 
     def __init__(self, spec: TokenSpec) -> None:
-        """Open the stream that `data.path` names.
-
-        Raises UserError if it is malformed, no such file exists, `datasets` is not installed, or the first record has a
-        form that is not trained on. Raises TrainerError if it cannot be read.
-        """
+        """Open the stream that `data.path` names. Raises UserError for a wrong name or form, else TrainerError."""
         section, self.name = spec.section, spec.section.path[0]
         self._files = find_sources(section.path, say=spec.say)
         self.tokenizer, self._seq_len, self._known = spec.fingerprint, spec.seq_len, spec.known

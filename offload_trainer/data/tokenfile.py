@@ -83,10 +83,8 @@ class TokenFile:
     def open(cls, path: Path, *, owned: bool = False) -> TokenFile:
         """Open a token file. If its sidecar has no checksums, all of it is read once.
 
-        An `owned` file, one of the cache, is refused unless it is this user's (storage/owned_dirs.py).
-
-        Raises UserError for a missing or unreadable sidecar, an empty file, and a size that differs from the sidecar or
-        is not a whole number of ids.
+        Raises UserError for a missing or unreadable sidecar and a size that it does not say, and for an `owned` file,
+        one of the cache, unless it is this user's (storage/owned_dirs.py).
         """
         sidecar = sidecar_path(path)
         stated = stated_facts(path, owned=owned)
@@ -198,9 +196,8 @@ def write_tokens(
     """Write a token file and its sidecar with the `stated` facts. If `arrays` raises, no file is left.
 
     Ids are below `vocabulary`; with `row_length` they are in rows of that length, and marked in their upper bits.
-    `summary` is called at the end for the sidecar's statistics.
-
-    Raises UserError if nothing can be written there, and TrainerError, with the free space, if the drive refuses.
+    `summary` is called at the end for the sidecar's statistics. Raises TrainerError, with the free space, if the drive
+    refuses, and UserError if nothing can be written there.
     """
     # the narrower one that holds the ids; rows have marks in the upper bits
     dtype: Any = np.dtype("<u4" if row_length or vocabulary > 1 << 16 else "<u2")

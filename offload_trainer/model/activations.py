@@ -460,10 +460,7 @@ class AllocationTrace(TorchDispatchMode):
     def __init__(
         self, given: Iterator[torch.Tensor], take: Callable[[], None], *, packed: bool, units: Mapping[int, str]
     ) -> None:
-        """Start with the tensors `given`; call `take` before each operation.
-
-        `packed`: rows hold several documents. `units`: the unit of each storage.
-        """
+        """Start with the tensors `given`; call `take` before each operation. `units`: the unit of each storage."""
         super().__init__()
         self.events: list[int] = []
         self.marks: list[tuple[str, int, int]] = []  # name, number, and the count of events before it

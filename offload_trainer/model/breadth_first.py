@@ -200,10 +200,7 @@ class _MicroBatch:
         self._asked.put(None)
 
     def ask(self, module: nn.Module, call: Callable[[], Any], args: tuple[Any, ...], words: dict[str, Any]) -> Any:
-        """Pause until the calling thread has computed the block and resumes this micro-batch; return its output.
-
-        `args` and `words` are those of the block's checkpoint, which `call` runs.
-        """
+        """Pause until the calling thread has computed the block by `call` and resumes this; return its output."""
         function, self._hidden, *others = args if len(args) > 1 else (None, None)
         others += [words, getattr(function, "keywords", {})]
         passed_on = isinstance(self._hidden, torch.Tensor) and (not self.cuts or self._hidden is self._last)
@@ -368,10 +365,7 @@ def why_no_chain(model: PreTrainedModel, *, pipeline: bool = False) -> str:
 
 
 def _equal_both_ways(tiny: PreTrainedModel) -> tuple[bool, bool]:
-    """Return whether micro-batches give the same gradients, to the last bit and in the same order, block by block.
-
-    Return also whether blocks share only hidden states.
-    """
+    """Return whether gradients have the same bits and order block by block, and blocks share only hidden states."""
     checkpoint_blocks(tiny, reentrant=False)
     loss = CausalLoss(tiny.train(), chunk=_CHUNK)
     rows = [random_ids(tiny, 1, _ROW + 1) for _ in range(_MICRO)]

@@ -63,8 +63,6 @@ class StreamedTokens:
         self.block = section.shuffled_block  # rows
         self._begin, self._ids = 0, np.empty(0, dtype=np.uint32)  # ids of the block that was read last, and some behind
         self._end = 0  # number of the ids up to the last of them
-        self._records: Iterator[tuple[Any, Callable[[], dict[str, Any]]]]
-        self._state: dict[str, Any] | None  # of the data set after these ids; None: its beginning
         self._expected: Point | None = None  # the point at which reading has begun, until its checksum is compared
         self._encoder = spec.encoder(spec.form_of(self._files) if self._files else self._form(spec))
         self._load(None)
@@ -140,6 +138,7 @@ class StreamedTokens:
         return form_of_record(first, text_field=spec.section.text_field, where=f"{self.name}, the first record")
 
     def _load(self, state: dict[str, Any] | None) -> None:
+        """Read on from a state of the data set, which is also that behind the ids so far; None: its beginning."""
         self._records, self._state = self._read(state), state
 
     def _read(self, state: dict[str, Any] | None) -> Iterator[tuple[Any, Callable[[], dict[str, Any]]]]:

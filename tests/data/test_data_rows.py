@@ -269,14 +269,15 @@ def test_a_run_of_two_texts(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("But rarely this. " * 60)
     paths, said = (tmp_path / "a.txt", tmp_path / "b.txt"), list[str]()
     made = partial(run_data, *paths, seq_len=16, say=said.append)
-    data = made(mixture=(1, 1))
+    data, other, apart = (
+        made(mixture=mixture, **more)
+        for mixture, more in (((1, 1), {}), ((2, 1), {}), ((1, 1), {"validation_path": (str(paths[0]),)}))
+    )
     assert any(line.startswith("mixture, in an epoch of ") and "50.0% of the rows" in line for line in said)
     assert data.identity()["mixture"] == [1, 1]
+    assert other.identity() != data.identity()
     assert len(data.split.train) == sum(data.tokens.counts)
     assert data.split.validation == range(len(data.split.train), (len(data.tokens) - 1) // 16)
-    other = made(mixture=(2, 1))
-    assert other.identity() != data.identity()
-    apart = made(mixture=(1, 1), validation_path=(str(paths[0]),))
     assert sum(apart.tokens.counts) == sum(data.tokens.counts) + len(data.split.validation)
     assert len(apart.split.validation) > 100
     assert "mixture" not in made().identity()

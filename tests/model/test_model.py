@@ -173,37 +173,28 @@ def save_changed(model: PreTrainedModel, folder: Path, change: Callable[[Held], 
     (folder / "config.json").write_text(json.dumps(there | config))
 
 
-@pytest.mark.parametrize(("shards", "single"), [(True, False), (False, True), (True, True), ("gone", True)])
-def test_a_single_file_comes_before_an_index(shards: Any, single: bool, tmp_path: Path) -> None:
-    """As transformers chooses; the plan says that the index is not read."""
+@pytest.mark.parametrize(
+    ("shards", "named"),
+    [(True, ""), (False, "model"), (True, "model"), ("gone", "model"), (False, "second")],
+)
+def test_the_files_that_transformers_would_read_are_read(shards: Any, named: str, tmp_path: Path) -> None:
+    """A single file comes before an index, which the plan says is not read; the configuration may name one."""
     model = reference(ARCHITECTURES["llama, untied"])
-    if shards:
-        model.save_pretrained(tmp_path, max_shard_size="20kB")
-    if single:
+    model.save_pretrained(tmp_path, max_shard_size="20kB" if shards else "5GB")
+    if named:
         weights = {key: value * 2 for key, value in model.state_dict().items()}
-        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        model.config.save_pretrained(tmp_path)
+        save_file(weights, tmp_path / f"{named}.safetensors", metadata={"format": "pt"})
     for path in tmp_path.glob("model-*") if shards == "gone" else ():
         path.unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    names = {"transformers_weights": "second.safetensors"} if named == "second" else {}
+    (tmp_path / "config.json").write_text(json.dumps(config | names))
     expected = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
-    assert torch.equal(expected["lm_head.weight"], model.lm_head.weight * (2 if single else 1))
+    assert torch.equal(expected["lm_head.weight"], model.lm_head.weight * (2 if named else 1))
     source = resolve_model(ModelSection(name=str(tmp_path)), seed=0)
     assert all(torch.equal(value, expected[key]) for key, value in source.weights())
     said = [note for note in source.shape.notes if "model.safetensors.index.json are not read" in note]
-    assert len(said) == bool(shards and single)
-
-
-def test_weights_in_the_file_that_the_configuration_names(tmp_path: Path) -> None:
-    model = reference(ARCHITECTURES["llama, untied"])
-    model.save_pretrained(tmp_path)
-    doubled = {key: value * 2 for key, value in model.state_dict().items()}
-    save_file(doubled, tmp_path / "second.safetensors", metadata={"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"transformers_weights": "second.safetensors"}))
-    expected = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
-    assert torch.equal(expected["lm_head.weight"], model.lm_head.weight * 2)
-    given = dict(resolve_model(ModelSection(name=str(tmp_path)), seed=0).weights())
-    assert all(torch.equal(value, expected[key]) for key, value in given.items())
+    assert len(said) == bool(shards and named)
     for wrong in ("../second.safetensors", 5):
         (tmp_path / "config.json").write_text(json.dumps(config | {"transformers_weights": wrong}))
         with pytest.raises(UserError, match="transformers_weights"):

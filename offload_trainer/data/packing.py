@@ -23,18 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from offload_trainer.config import DataSection
-from offload_trainer.data.documents import (
-    TEXT,
-    Example,
-    at,
-    example_of,
-    form_of_record,
-    holds_records,
-    opened,
-    read_records,
-    text_blocks,
-    text_in,
-)
+from offload_trainer.data import documents
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
 from offload_trainer.data.tokenizer import document_marks, vocabulary_size
@@ -87,8 +76,8 @@ class DocumentEncoder:
 
     def parsed(self, record: dict[str, Any], *, where: str) -> list[str]:
         """Return the document in a record. Raises UserError if it has none."""
-        with at(where):
-            return [text_in(record, self.column)]
+        with documents.at(where):
+            return [documents.text_in(record, self.column)]
 
     def encode(self, documents: Iterable[Iterable[str]], *, last: bool = True) -> Iterator[np.ndarray]:
         """Yield the documents' ids as uint32, batch after batch. `last` is of no concern to documents."""
@@ -231,11 +220,11 @@ class RowEncoder:
         parts.append(f"{rows} rows, {1 - kept / (rows * length):.0%} of them padding")
         return "; ".join([*parts, *self._answers.told()])
 
-    def parsed(self, record: dict[str, Any], *, where: str) -> Example:
+    def parsed(self, record: dict[str, Any], *, where: str) -> documents.Example:
         """Return the conversation in a record. Raises UserError if it has none."""
-        return example_of(record, form=self._form, where=where)
+        return documents.example_of(record, form=self._form, where=where)
 
-    def encode(self, examples: Iterable[Example], *, last: bool = True) -> Iterator[np.ndarray]:
+    def encode(self, examples: Iterable[documents.Example], *, last: bool = True) -> Iterator[np.ndarray]:
         """Yield the rows that these conversations complete, and the open ones in their order if they are the `last`."""
         left = iter(examples)
         while batch := list(islice(left, _BATCH)):
@@ -299,12 +288,12 @@ Encoder = DocumentEncoder | RowEncoder
 
 def records_in(source: Path, encoder: Encoder) -> Iterator[Any]:
     """Yield a file's conversations or documents, each as blocks of text that must be read before the next document."""
-    if holds_records(source):
-        for where, record in read_records(source, column=encoder.column):
+    if documents.holds_records(source):
+        for where, record in documents.read_records(source, column=encoder.column):
             yield encoder.parsed(record, where=where)
         return
-    with opened(source) as file:
-        yield text_blocks(source, file)
+    with documents.opened(source) as file:
+        yield documents.text_blocks(source, file)
 
 
 @dataclass(frozen=True)
@@ -324,12 +313,13 @@ class TokenSpec:
         text_field = self.section.text_field
         found: dict[str, Path] = {}  # the first file of each form
         for source in sources:
-            kind, is_records = form, holds_records(source)
-            if form not in ("auto", TEXT) and not is_records:
+            kind, is_records = form, documents.holds_records(source)
+            if form not in ("auto", documents.TEXT) and not is_records:
                 raise UserError(f"{source}: data.format={form} is for lines of JSON and tables: give .jsonl files")
             if form == "auto":
-                records = read_records(source) if is_records else ()
-                kind = next((form_of_record(one, text_field=text_field, where=where) for where, one in records), TEXT)
+                records = documents.read_records(source) if is_records else ()
+                forms = (documents.form_of_record(one, text_field=text_field, where=where) for where, one in records)
+                kind = next(forms, documents.TEXT)
             found.setdefault(kind, source)
         if len(found) > 1:
             listing = ", ".join(f"{kind} in {source}" for kind, source in found.items())
@@ -338,7 +328,7 @@ class TokenSpec:
 
     def encoder(self, form: str) -> Encoder:
         """Return the encoder of records of `form`, for a token file or a stream."""
-        if form != TEXT:
+        if form != documents.TEXT:
             return RowEncoder(self, form)
         if self.tokenizer.eos_token_id is None:
             self.say("note: the tokenizer has no end-of-text: document boundaries are not marked")

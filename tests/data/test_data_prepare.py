@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sample_chats
-from seen_calls import calls_of
+from seen_calls import calls_of, run_before
 
 from offload_trainer.data import documents, packing, tokenfile
 from offload_trainer.data.rows import RowReader
@@ -224,11 +224,7 @@ def test_the_ids_that_occur_decide_whether_the_model_has_them(field: str, way: s
 
 
 def test_a_text_that_grows_meanwhile_is_refused(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def growing(path: Path, file: Any) -> Any:
-        path.write_text(TEXT + "more")
-        yield from documents.text_blocks(path, file)
-
-    monkeypatch.setattr(packing, "text_blocks", growing)
+    run_before(monkeypatch.setattr, documents, "text_blocks", lambda path, _: path.write_text(TEXT + "more"))
     with pytest.raises(TrainerError, match="changed while"):
         prepared(source, cache=tmp_path / "cache")
     assert not [name for name in leftovers(tmp_path / "cache") if ".bin" in name]

@@ -217,7 +217,7 @@ def _table_rows(source: Path, column: str | None) -> Iterator[tuple[str, dict[st
     from pyarrow import ipc, parquet
 
     def columns(schema: Any) -> list[str]:
-        return [column] if column in schema.names else schema.names
+        return [column] if column and column in schema.names else schema.names
 
     open_given(source).close()  # refuse a pipe, on which pyarrow would block
     kind = source.suffix.lower().removeprefix(".")

@@ -151,6 +151,7 @@ class StreamedTokens:
                 record = {name: without_nulls(value) for name, value in raw.items()}
                 where = f"{self.name}, a record behind token {self._end}"
                 yield self._encoder.parsed(record, where=where), dataset.state_dict
+            return
         first, skipped = (state["file"], state["records"]) if state else (0, 0)
         for number, path in enumerate(self._files[first:], first):
             for count, record in enumerate(islice(records_in(path, self._encoder), skipped, None), skipped + 1):

@@ -73,6 +73,9 @@ def _why_other(file: TokenFile, spec: TokenSpec) -> str:
         return f"holds conversations, {holds}: use data.packing={key}"
     if file.tokenizer not in (None, spec.fingerprint):
         return f"was made with the tokenizer {file.tokenizer} but this run uses {spec.fingerprint}: set data.tokenizer"
+    end = spec.tokenizer.eos_token_id
+    if spec.section.packing == "on" and file.row_length is None and file.end_of_text not in (None, end):
+        return f"ends documents with id {file.end_of_text}, and the tokenizer with {end}: leave data.packing out"
     # A matching sidecar that states a vocabulary within the model's saves reading the ids.
     stated = file.tokenizer is not None and file.vocabulary is not None and file.vocabulary <= spec.vocabulary
     if not stated and (largest := file.largest_id()) >= spec.vocabulary:

@@ -322,6 +322,9 @@ def test_several_files_are_a_mixture_in_which_each_row_comes_once(tmp_path: Path
     write_tokens(tmp_path / "b.bin", [range(30)], tokenizer="0123456789abcdef", vocabulary=2048)
     with pytest.raises(UserError, match="made with the tokenizer 0123456789abcdef"):
         from_file(*paths, tmp_path / "b.bin")
+    write_tokens(tmp_path / "c.bin", [range(30)], vocabulary=2048, end_of_text=5)
+    with pytest.raises(UserError, match=r"c\.bin ends documents with id 5, and the tokenizer with 0: leave"):
+        from_file(tmp_path / "c.bin", packing="on")
 
 
 # -- a separate validation file --------------------------------------------------------------------------------------

@@ -351,17 +351,6 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
-def test_a_stream_trains_as_the_prepared_text_in_its_order(text: Path, tmp_path: Path) -> None:
-    """Within the first epoch a run over a stream has the bits of one over the prepared text without shuffling."""
-    words = [*WORDS, "--accumulate", "1", "data.validation=0"]
-    streamed = call(*words, "--data", f"stream:{text}", output=tmp_path / "streamed")
-    prepared = call(*words, "--data", text, "data.shuffle=false", output=tmp_path / "prepared")
-    assert_same_run(streamed, prepared)
-    assert "rows are not shuffled" in streamed.text
-    assert "nothing of a stream is held out for validation" in streamed.text
-
-
 PAGE_FILES = ["--save-every", "0", "--ram-fraction", "0", "tiered.state_copies=2", "data.shuffle=7"]
 PACKED = ["data.packing=on", "data.shuffle=3", "model.overrides.resid_pdrop=0.1"]
 

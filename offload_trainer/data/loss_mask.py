@@ -1,18 +1,10 @@
 """Tokenisation of conversations with a loss mask: render a chat template and find the answers' tokens.
 
-    template with {% generation %}   transformers reports the text that its generation blocks wrote
-    template that trl knows          the same with the training variant of the template, which trl ships
-    any other template               the conversation is rendered again with another text in place of an answer, and
-                                     what differs is the answer
-
-        <user>Why?<end><assistant> │ Because.<end> │ <user>...
-        ──── not an answer ─────── │ ── answer ─── │
-
-The generation prompt is not learned, since a model never writes it. An answer includes the token that ends its turn,
-at which generation stops. Without marks both are proven, or the template is refused; white space after the end of a
-turn is then excluded. With marks the template decides, and answers without an end are counted.
-
-A template may drop text of a line, such as calls of tools. Fields whose text is missing from the result are counted.
+If a template has {% generation %}, or trl has a training variant of it that does, transformers reports the text that
+these blocks wrote. With any other template the conversation is rendered again with another text in place of an answer,
+and what differs is the answer. The generation prompt is not learned, since a model never writes it. An answer includes
+the token that ends its turn, at which generation stops. Without marks both are proven, or the template is refused;
+with marks the template decides, and answers without an end are counted. So are fields whose text is in no row.
 """
 
 import json
@@ -33,8 +25,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from offload_trainer.data.conversations import Example, Message, texts_in
-from offload_trainer.data.documents import json_in
+from offload_trainer.data.documents import Example, Message, json_in, texts_in
 from offload_trainer.data.tokenizer import document_marks
 from offload_trainer.errors import UserError
 from offload_trainer.packages import is_installed, to_install
@@ -85,10 +76,7 @@ class AnswerEncoder:
     """A renderer of conversations with `tokenizer`, whose `chat_template` is set, that marks the tokens of answers."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, everything: bool) -> None:
-        """Set up the encoder. `everything` marks all tokens as learned.
-
-        Raises UserError if the tokenizer is not a fast one or has no default template.
-        """
+        """Set up the encoder, or raise UserError for a slow tokenizer. `everything` marks all tokens as learned."""
         if not tokenizer.is_fast:
             raise UserError(
                 f"the tokenizer {tokenizer.name_or_path} does not say which text its tokens are of (it has no "
@@ -248,10 +236,7 @@ class AnswerEncoder:
         return start, end
 
     def _searched(self, example: Example, text: str, number: int, turn: _Turn) -> Span:
-        """Return the span in `text` of the answer in message `number`, found without marks.
-
-        The conversation is rendered with `_TEXT` instead: only what the template writes around any answer may differ.
-        """
+        """Return the span in `text` of the answer in message `number`, found by rendering `_TEXT` instead of it."""
         if span := self._searched_calls(example, text, number, turn):
             return span
         message, messages = example.messages[number], list(example.messages)

@@ -1,18 +1,8 @@
 """Conversion of documents to token ids, and of conversations to rows of fixed length that are marked for the loss.
 
-A tokenizer needs about 160 bytes of memory per byte of text in one call, so long text is passed in pieces that give,
-one after another, the ids of the whole document. Only the tokenizer knows whether a cut changes ids: GPT-2's kind
-treats a run of newlines and spaces as one word, Metaspace puts a space before the first word. Each candidate cut is
-therefore tested by tokenising the text around it whole and in two.
-
-    documents  ── pieces of text ──────> ids
-    records    ── Example ── Encoded ──> rows of marked ids
-
-    row      id id id id ... | pad pad                     one conversation per row
-    packed   id id id id | id id | id id id ... | pad pad  as many conversations as fit
-
-The top bit of an id (`NOT_LEARNED`) means that the id is not learned, the bit below it (`BEGINS`) that a conversation
-or the padding begins there. Every conversation has a learned token, unlike padding. A file of rows is a file of ids.
+A row has one conversation, or with packing as many as fit, and padding. The top bit of an id (`NOT_LEARNED`) means that
+the id is not learned, the bit below it (`BEGINS`) that a conversation or the padding begins there. Every conversation
+has a learned token, unlike padding.
 """
 
 from __future__ import annotations
@@ -33,8 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from offload_trainer.config import DataSection
-from offload_trainer.data.conversations import COLUMNS, TEXT, Example, example_of, form_of_record
-from offload_trainer.data.documents import at, holds_records, opened, read_records, text_blocks, text_in
+from offload_trainer.data import documents
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
 from offload_trainer.data.tokenizer import document_marks, vocabulary_size
@@ -63,15 +52,19 @@ class Piece(NamedTuple):
 class DocumentEncoder:
     """Encodes documents of any length, each between the ids that begin and end it, unless its text has them.
 
+    A tokenizer needs about 160 bytes of memory per byte of text in one call, so long text is passed in pieces. Only the
+    tokenizer knows whether a cut changes ids: GPT-2's kind treats a run of newlines and spaces as one word, Metaspace
+    puts a space before the first word. Each candidate cut is tested by tokenising the text around it whole and in two.
+
     `RowEncoder` has the same methods. Ids depend on `identity`, `row_length`, the records and the tokenizer.
     """
 
-    row_length, packed, summary, strings = None, False, None, False
+    row_length, packed, summary = None, False, None
     why_none = "it contains no text: name another"
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, text_field: str) -> None:
         self.identity = "" if text_field == "text" else f", field {text_field}"
-        self._tokenizer, self.columns = tokenizer, (text_field,)
+        self._tokenizer, self.column = tokenizer, text_field
         self._inexact = 0  # cuts for which no exact place was found
         self.open_rows = list[np.ndarray]()  # documents are not in rows
 
@@ -83,8 +76,8 @@ class DocumentEncoder:
 
     def parsed(self, record: dict[str, Any], *, where: str) -> list[str]:
         """Return the document in a record. Raises UserError if it has none."""
-        with at(where):
-            return [text_in(record, *self.columns)]
+        with documents.at(where):
+            return [documents.text_in(record, self.column)]
 
     def encode(self, documents: Iterable[Iterable[str]], *, last: bool = True) -> Iterator[np.ndarray]:
         """Yield the documents' ids as uint32, batch after batch. `last` is of no concern to documents."""
@@ -177,13 +170,10 @@ class RowEncoder:
     Each has a row alone, or with `packing` joins the open row with the least sufficient room (best fit).
     """
 
-    note, columns, strings = "", COLUMNS, True
+    note, column = "", None
 
     def __init__(self, spec: TokenSpec, form: str) -> None:
-        """Set up the encoder of records of `form` (conversations.py).
-
-        A tokenizer without a chat template gets a plain one, also in exports. Raises UserError as `AnswerEncoder`.
-        """
+        """Set up the encoder of records of `form`. A tokenizer without a chat template gets a plain one."""
         section, tokenizer, say = spec.section, spec.tokenizer, spec.say
         if not tokenizer.chat_template:
             begin = tokenizer.convert_ids_to_tokens(document_marks(tokenizer)[0])
@@ -230,15 +220,12 @@ class RowEncoder:
         parts.append(f"{rows} rows, {1 - kept / (rows * length):.0%} of them padding")
         return "; ".join([*parts, *self._answers.told()])
 
-    def parsed(self, record: dict[str, Any], *, where: str) -> Example:
+    def parsed(self, record: dict[str, Any], *, where: str) -> documents.Example:
         """Return the conversation in a record. Raises UserError if it has none."""
-        return example_of(record, form=self._form, where=where)
+        return documents.example_of(record, form=self._form, where=where)
 
-    def encode(self, examples: Iterable[Example], *, last: bool = True) -> Iterator[np.ndarray]:
-        """Yield the rows that these conversations complete, and the open ones in their order if they are the `last`.
-
-        Raises UserError as `AnswerEncoder.encode`.
-        """
+    def encode(self, examples: Iterable[documents.Example], *, last: bool = True) -> Iterator[np.ndarray]:
+        """Yield the rows that these conversations complete, and the open ones in their order if they are the `last`."""
         left = iter(examples)
         while batch := list(islice(left, _BATCH)):
             # Chat templates that ask for the date or the time print the day.
@@ -300,16 +287,13 @@ Encoder = DocumentEncoder | RowEncoder
 
 
 def records_in(source: Path, encoder: Encoder) -> Iterator[Any]:
-    """Yield a file's conversations or documents, each as blocks of text that must be read before the next document.
-
-    A text file is one document. Raises UserError, with file and line, as `text_blocks`, `read_records` and `parsed`.
-    """
-    if holds_records(source):
-        for where, record in read_records(source, wanted=encoder.columns, strings=encoder.strings):
+    """Yield a file's conversations or documents, each as blocks of text that must be read before the next document."""
+    if documents.holds_records(source):
+        for where, record in documents.read_records(source, column=encoder.column):
             yield encoder.parsed(record, where=where)
         return
-    with opened(source) as file:
-        yield text_blocks(source, file)
+    with documents.opened(source) as file:
+        yield documents.text_blocks(source, file)
 
 
 @dataclass(frozen=True)
@@ -329,12 +313,13 @@ class TokenSpec:
         text_field = self.section.text_field
         found: dict[str, Path] = {}  # the first file of each form
         for source in sources:
-            kind, is_records = form, holds_records(source)
-            if form not in ("auto", TEXT) and not is_records:
+            kind, is_records = form, documents.holds_records(source)
+            if form not in ("auto", documents.TEXT) and not is_records:
                 raise UserError(f"{source}: data.format={form} is for lines of JSON and tables: give .jsonl files")
             if form == "auto":
-                records = read_records(source, wanted=(text_field, *COLUMNS), strings=True) if is_records else ()
-                kind = next((form_of_record(one, text_field=text_field, where=where) for where, one in records), TEXT)
+                records = documents.read_records(source) if is_records else ()
+                forms = (documents.form_of_record(one, text_field=text_field, where=where) for where, one in records)
+                kind = next(forms, documents.TEXT)
             found.setdefault(kind, source)
         if len(found) > 1:
             listing = ", ".join(f"{kind} in {source}" for kind, source in found.items())
@@ -343,7 +328,7 @@ class TokenSpec:
 
     def encoder(self, form: str) -> Encoder:
         """Return the encoder of records of `form`, for a token file or a stream."""
-        if form != TEXT:
+        if form != documents.TEXT:
             return RowEncoder(self, form)
         if self.tokenizer.eos_token_id is None:
             self.say("note: the tokenizer has no end-of-text: document boundaries are not marked")

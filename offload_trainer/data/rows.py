@@ -1,18 +1,8 @@
 """Rows of fixed length from token files or a stream: their order, mixtures of several files, and batches of them.
 
-    position in the run -> epoch and place in it -> row -> tokens[row * L : row * L + L + 1]
-
-The order is computed for each position, so the whole state of the data is one number. A resume reads no token file
-again, and a stream from the seek point before the position. With micro-batches of one size, the rows of a step and the
-seeds of their forwards do not depend on how they are divided over ranks and gradient accumulation.
-
-    joined(files)          their ids follow each other as in a single file; rows cross from one file into the next
-    mixed(files, weights)  in each epoch every text supplies a fixed share of the rows, exact to the row:
-
-    rows     0 .. T-1 are for training, one text's after the other's; then V rows for validation, drawn from all texts
-    epoch    T places, of which text i has m_i = T * weight_i / sum of weights, rounded so that they sum to T
-    place    -> by the run's shuffle, text i and k < m_i -> the text's own row number epoch * m_i + k, in its own epochs
-                and shuffles: a small text repeats more often, and a large one supplies other rows in each epoch
+The order is computed, so the whole state of the data is one number: a position in the run gives an epoch and a place in
+it, this a row, and a row R of length L is tokens[R * L : R * L + L + 1]. With micro-batches of one size, the rows of a
+step and the seeds of their forwards do not depend on how they are divided over ranks and gradient accumulation.
 """
 
 from __future__ import annotations
@@ -22,7 +12,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,90 +67,88 @@ def split_rows(token_count: int, *, seq_len: int, validation: float, name: str =
     if rows - held_out < 1:
         needed = (1 + (held_out > 0)) * seq_len + 1
         raise UserError(
-            f"{name} has {token_count} tokens, and one training row of {seq_len}"
+            f"{name} has {token_count} tokens, and one row of {seq_len}"
             f"{' and one for validation' if held_out else ''} needs {needed}: "
             f"give more text, a smaller --seq-len{', or data.validation=0' if held_out else ''}"
         )
     return Split(train=range(rows - held_out), validation=range(rows - held_out, rows))
 
 
-class Shares:
-    """The rows of an epoch: `rows[i]` is the number of rows that text i has, `weights[i]` its relative share."""
-
-    def __init__(self, rows: Sequence[int], weights: Sequence[float]) -> None:
-        self.rows, self._starts = tuple(rows), [0, *accumulate(rows)]
-        # Rows by weight, rounded down; the largest remainders, on ties the first, get one more.
-        exact = [sum(rows) * weight / sum(weights) for weight in weights]
-        self.counts = [int(share) for share in exact]
-        rest = sorted(range(len(exact)), key=lambda n: self.counts[n] - exact[n])
-        for text in rest[: sum(rows) - sum(self.counts)]:
-            self.counts[text] += 1
-        self._ends = list(accumulate(self.counts))
-
-    def row(self, position: int, *, seed: int) -> int:
-        """Return the number, counted over all texts, of the row at this position of the run."""
-        epoch, place = divmod(position, self._ends[-1])
-        place = order(place, self._ends[-1], seed=seed, epoch=epoch)
-        text = bisect_right(self._ends, place)
-        own = epoch * self.counts[text] + place - (self._ends[text] - self.counts[text])
-        around, place = divmod(own, self.rows[text])
-        # A shuffle for each text and each pass over it, negative so that it differs from every epoch of the run.
-        drawn = -1 - (around * len(self.rows) + text)
-        return self._starts[text] + order(place, self.rows[text], seed=seed, epoch=drawn)
-
-    def told(self, names: Sequence[str]) -> str:
-        """Describe each text's share of an epoch and how often its rows repeat."""
-        total = self._ends[-1]
-        parts = [
-            f"{name} {count / total:.1%} of the rows, each {count / rows:.3g} times"
-            for name, count, rows in zip(names, self.counts, self.rows, strict=True)
-        ]
-        return f"mixture, in an epoch of {total} rows: {'; '.join(parts)}"
+def shares_of(total: int, weights: Sequence[float]) -> list[int]:
+    """Return `total` divided by weight, rounded down; the largest remainders, on ties the first, get one more."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    counts = [int(share) for share in exact]
+    for number in sorted(range(len(exact)), key=lambda n: counts[n] - exact[n])[: total - sum(counts)]:
+        counts[number] += 1
+    return counts
 
 
-class TokenShards:
-    """Ids of several token files of one dtype: one file after the other, or the rows of a mixture as numbered above.
+class Mixture:
+    """The rows of several token files of one kind. Has the attributes of a `TokenFile` for readers.
 
-    Has the attributes of a `TokenFile` that its readers use. One on which the files disagree is None.
+    Rows 0 .. T-1 are for training, one file's after the other's; then come the held-out rows of all files, shuffled. Of
+    the T places of an epoch file i has m_i = T * weight_i / sum of weights, rounded so that they sum to T. The run's
+    shuffle maps a place to a file i and k < m_i, which is the file's own row number epoch * m_i + k in its own epochs
+    and shuffles: a small file repeats more often, and a large one supplies other rows in each epoch.
     """
 
     def __init__(
-        self, files: Sequence[Tokens], *, seq_len: int = 0, splits: Sequence[Split] = (), shares: Shares | None = None
+        self,
+        files: Sequence[TokenFile],
+        weights: Sequence[float],
+        *,
+        names: Sequence[str],
+        seq_len: int,
+        validation: float,
     ) -> None:
-        """Set the files and, of a mixture alone, the row length, the rows of each text and their shares of an epoch."""
-        self._files, self._seq_len, self._splits, self.shares = tuple(files), seq_len, tuple(splits), shares
-        first, *others = (file.name for file in files)
-        self.name: str = " and ".join([first, *others]) if shares else f"{first} and {len(others)} more"
-        self.paths: tuple[Path, ...] = tuple(path for file in files for path in file.paths)
-        self.sums: tuple[int, ...] = tuple(crc for file in files for crc in (len(file), *file.sums))
-        self.dtype: np.dtype = files[0].dtype
-        self.row_length: int | None = files[0].row_length
-        self.packed: bool = files[0].packed
-        self.tokenizer: str | None = files[0].tokenizer if len({file.tokenizer for file in files}) == 1 else None
-        self.summary: str | None = "; ".join(file.summary for file in files if file.summary) or None
+        """Hold out the last share `validation` of each file's rows. Without `weights` each row comes once an epoch."""
+        for what in ("row_length", "packed"):
+            if len(values := {str(getattr(file, what)): name for file, name in zip(files, names, strict=True)}) > 1:
+                listing = " and ".join(f"{name} ({what.replace('_', ' ')} {value})" for value, name in values.items())
+                raise UserError(f"data.mixture: {listing} differ in kind: use only conversations, or only text")
+        self._files, self._seq_len = tuple(files), seq_len
+        self.splits = tuple(
+            split_rows(len(file), seq_len=seq_len, validation=validation, name=name)
+            for file, name in zip(files, names, strict=True)
+        )
+        self._rows = [len(split.train) for split in self.splits]
+        self.counts = shares_of(sum(self._rows), weights or self._rows)
+        if 0 in self.counts:
+            name = names[self.counts.index(0)]
+            raise UserError(
+                f"data.mixture: {name} would have no row in an epoch of {sum(self._rows)}: give it a larger weight"
+            )
+        self.told = f"mixture, in an epoch of {sum(self._rows)} rows: " + "; ".join(
+            f"{name} {count / sum(self._rows):.1%} of the rows, each {count / rows:.3g} times"
+            for name, count, rows in zip(names, self.counts, self._rows, strict=True)
+        )
+        self.name = " and ".join(file.name for file in files)
+        self.paths = tuple(path for file in files for path in file.paths)
+        self.sums = tuple(crc for file in files for crc in (len(file), *file.sums))
+        self.row_length, self.packed = files[0].row_length, files[0].packed
+        self.tokenizer = files[0].tokenizer if len({file.tokenizer for file in files}) == 1 else None
+        self.summary = "; ".join(file.summary for file in files if file.summary) or None
 
     def __len__(self) -> int:
-        if self.shares is None:
-            return sum(map(len, self._files))
-        return sum(len(rows) for split in self._splits for rows in split) * self._seq_len + 1
+        return sum(len(rows) for split in self.splits for rows in split) * self._seq_len + 1
+
+    def row(self, position: int, *, seed: int) -> int:
+        """Return the number, counted over all files, of the row at this position of the run."""
+        ends = list(accumulate(self.counts))
+        epoch, place = divmod(position, ends[-1])
+        place = order(place, ends[-1], seed=seed, epoch=epoch)
+        file = bisect_right(ends, place)
+        own = epoch * self.counts[file] + place - (ends[file] - self.counts[file])
+        around, place = divmod(own, self._rows[file])
+        # A shuffle for each file and each pass over it, negative so that it differs from every epoch of the run.
+        drawn = -1 - (around * len(self._rows) + file)
+        return sum(self._rows[:file]) + order(place, self._rows[file], seed=seed, epoch=drawn)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return `count` ids from `start` on as `TokenFile.read` does; of a mixture, one row and the id after it."""
-        if self.shares is not None:
-            return self._row_of_mixture(start, count)
-        assert 0 <= start <= start + count <= len(self), (start, count, len(self))
-        parts = []
-        for file, end in zip(self._files, accumulate(map(len, self._files)), strict=True):
-            begin = end - len(file)
-            first, last = max(start, begin), min(start + count, end)
-            if first < last:
-                parts.append(file.read(first - begin, last - first))
-        return np.concatenate(parts) if parts else np.empty(0, dtype=self.dtype)
-
-    def _row_of_mixture(self, start: int, count: int) -> np.ndarray:
+        """Return one row and the id after it, as `TokenFile.read` does."""
         row, inside = divmod(start, self._seq_len)
         assert (inside, count) == (0, self._seq_len + 1), (start, count)
-        train, validation = zip(*self._splits, strict=True)
+        train, validation = zip(*self.splits, strict=True)
         trained, held_out = (sum(map(len, parts)) for parts in (train, validation))
         if row >= trained:  # shuffled, so that the first rows, which evaluations use, come from all texts
             row = trained + order(row - trained, held_out, seed=0, epoch=0)
@@ -172,50 +159,7 @@ class TokenShards:
         raise AssertionError(start)
 
 
-Tokens = TokenFile | TokenShards
-
-
-def joined(files: Sequence[TokenFile]) -> Tokens:
-    """Return the files as one sequence of ids.
-
-    Raises UserError if they differ in dtype, tokenizer, vocabulary or end-of-text (a file that does not state a value
-    fits any), or if one of several files holds rows of conversations.
-    """
-    for what in ("dtype", "tokenizer", "vocabulary", "end_of_text"):
-        values = {str(getattr(file, what)): file.path for file in files if getattr(file, what) is not None}
-        if len(values) > 1:
-            listing = ", ".join(f"{value} in {path}" for value, path in values.items())
-            raise UserError(f"the token files differ: their {what.replace('_', ' ')} is {listing}; make them equal")
-    if len(files) > 1 and (rows := [str(file.path) for file in files if file.row_length]):
-        raise UserError(
-            f"{rows[0]} holds conversations in rows, but is one of {len(files)} files: use it alone, or give "
-            "the conversations of all files as .jsonl"
-        )
-    return files[0] if len(files) == 1 else TokenShards(files)
-
-
-def mixed(
-    files: Sequence[Tokens], weights: Sequence[float], *, names: Sequence[str], seq_len: int, validation: float
-) -> TokenShards:
-    """Return the texts as one mixture, with the last share `validation` of each text's rows held out.
-
-    Raises UserError if they are not of one kind, or a text has too few rows.
-    """
-    for what in ("dtype", "row_length", "packed"):
-        if len(values := {str(getattr(file, what)): name for file, name in zip(files, names, strict=True)}) > 1:
-            listing = " and ".join(f"{name} ({what.replace('_', ' ')} {value})" for value, name in values.items())
-            raise UserError(f"data.mixture: {listing} differ in kind: use only conversations, or only text")
-    splits = tuple(
-        split_rows(len(file), seq_len=seq_len, validation=validation, name=f"data.mixture: {name}")
-        for file, name in zip(files, names, strict=True)
-    )
-    shares = Shares([len(split.train) for split in splits], weights)
-    if 0 in shares.counts:
-        name = names[shares.counts.index(0)]
-        raise UserError(
-            f"data.mixture: {name} would have no row in an epoch of {sum(shares.rows)}: give it a larger weight"
-        )
-    return TokenShards(files, seq_len=seq_len, splits=splits, shares=shares)
+Tokens = TokenFile | Mixture
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,10 +212,7 @@ def weights_in_step(counts: Sequence[int]) -> list[float]:
 
 
 def forward_seed(seed: int, *, first: int) -> int:
-    """Return the seed of the forward of the micro-batch whose first row is number `first` of the run, over all ranks.
-
-    It depends on no history and is the same on every rank and engine.
-    """
+    """Return the seed of the forward of the micro-batch whose first row has the number `first` in the run."""
     return int.from_bytes(hashlib.blake2b(f"forward {seed} {first}".encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -284,10 +225,7 @@ def padding_of(marks: np.ndarray) -> np.ndarray:
 
 
 def first_row(tokens: Tokens | StreamedTokens, tokenizer: PreTrainedTokenizerBase, *, seq_len: int) -> list[str]:
-    """Return the first row as text, one line per span with or without loss.
-
-    In a packed row each conversation starts with a line with its number. The last line counts the padding.
-    """
+    """Return the first row as text, one line per span with or without loss, and one with the padding's length."""
     row = tokens.read(0, seq_len + 1)[:-1].astype(np.int64)  # ids of text have no marks
     ids, learned = (row & IDS).tolist(), (row & NOT_LEARNED == 0).tolist()
     text_end = seq_len - int(padding_of(row[None])[0])
@@ -371,8 +309,8 @@ class RowReader:
         return Batch(inputs, torch.from_numpy(targets), data_position, seed=seed, positions=positions, padding=padding)
 
     def _row(self, position: int) -> int:
-        if self.shuffle and isinstance(self.tokens, TokenShards) and self.tokens.shares is not None:
-            return self.tokens.shares.row(position, seed=self.seed)
+        if self.shuffle and isinstance(self.tokens, Mixture):
+            return self.tokens.row(position, seed=self.seed)
         block = self.tokens.block if self.shuffle and isinstance(self.tokens, StreamedTokens) else 0
         count = block or len(self.rows)  # Each block of a stream is shuffled as an epoch is.
         epoch, place = divmod(position, count)

@@ -1,19 +1,12 @@
 """Data of a run: tokenize it into the cache, split it into training and validation rows, and identify it.
 
-    DataSection, ModelSource ── prepare_data ──> RunData ── identity ──> compared at resume
-    find_sources ── DocumentEncoder or RowEncoder ── write_tokens ──> cache/NAME-KEY.bin
-
-Text is tokenised once into the cache, a ``.bin`` file is used unchanged, and a stream is tokenised while the run reads
-it (stream.py). The key is a hash of everything that the ids depend on, including the text's bytes.
-
-Hashes of text files are remembered in cache/NAME-PATHS.sums.json, PATHS being a hash of the files' paths. A file is
-read again unless its size, mtime, ctime (which no program can set back), inode and device equal the remembered ones and
-it had not changed for two seconds when it was hashed: a change within one clock tick would leave the same times.
+Text is tokenised once into cache/NAME-KEY.bin, a ``.bin`` file is used unchanged, and a stream is tokenised while the
+run reads it (stream.py). The key is a hash of everything that the ids depend on, including the text's bytes, which each
+start reads for it.
 """
 
 import hashlib
 import json
-import os
 import re
 import time
 import zlib
@@ -28,67 +21,67 @@ import numpy as np
 from offload_trainer.config import DataSection
 from offload_trainer.data.loss_mask import AnswerEncoder
 from offload_trainer.data.packing import Encoder, TokenSpec, records_in
-from offload_trainer.data.rows import Split, Tokens, joined, mixed, split_rows
+from offload_trainer.data.rows import Mixture, Split, Tokens, split_rows
 from offload_trainer.data.sources import find_sources
 from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.data.tokenfile import NOT_LEARNED, TokenFile, cached, stated_facts, write_tokens
 from offload_trainer.data.tokenizer import document_marks, load_tokenizer, tokenizer_fingerprint, vocabulary_size
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.ranks import rank_zero_first
-from offload_trainer.safe_files import file_bytes, open_given, parsed
-from offload_trainer.storage.atomic_io import write_text
-from offload_trainer.storage.owned_dirs import MODE, cache_directory, open_owned
-from offload_trainer.units import format_bytes, format_count, format_seconds, is_utf8
+from offload_trainer.safe_files import open_given
+from offload_trainer.storage.owned_dirs import cache_directory
+from offload_trainer.units import format_bytes, format_count, format_seconds
 
 # Increase it when the same text or conversations and tokenizer give other ids than before.
 FORMAT = 4
 _SECONDS_BETWEEN_REPORTS = 5.0
-_SETTLED_NS = 2 * 10**9
 _LONG = 10**9  # bytes whose reading takes seconds
 
 
-def prepare_tokens(spec: TokenSpec, *, validation: bool = False) -> Tokens:
+def prepare_tokens(spec: TokenSpec) -> Tokens:
     """Return the token file or files of `data.path`, with all ids below the model's number of ids.
 
-    Text is tokenised into NAME-KEY.bin in the cache, unless that exists; equal files of runs replace each other.
-    Raises UserError as `find_sources` and `records_in`, and for empty text, ids that the model does not have,
-    and token files that do not fit each other. Raises TrainerError if the drive is full or the text changed meanwhile.
+    Raises UserError for text without tokens, ids that the model does not have and token files of other settings, and
+    TrainerError if the drive is full or the text changed meanwhile.
     """
-    section, seq_len, fingerprint, vocabulary = spec.section, spec.seq_len, spec.fingerprint, spec.vocabulary
-    sources = find_sources(section.path, say=spec.say, validation=validation)
+    section, vocabulary = spec.section, spec.vocabulary
+    sources = find_sources(section.path, say=spec.say)
     if sources[0].suffix == ".bin":
         files = [TokenFile.open(source) for source in sources]
         for file in files:
-            if file.row_length not in (None, seq_len):
-                raise UserError(
-                    f"{file.path} holds conversations in rows of {file.row_length}, and this run uses {seq_len}: use "
-                    f"--seq-len {file.row_length}, or give the conversations instead"
-                )
-            if file.row_length is not None and file.packed != (section.packing == "on"):
-                holds, key = ("several in a row", "on") if file.packed else ("each in a separate row", "off")
-                raise UserError(
-                    f"{file.path} holds conversations, {holds}: use data.packing={key}, or give the conversations "
-                    "instead"
-                )
-            if file.tokenizer is not None and file.tokenizer != fingerprint:
-                raise UserError(
-                    f"{file.path} was made with the tokenizer {file.tokenizer} but this run uses {fingerprint}: "
-                    "set data.tokenizer to the one it was made with, or give the text instead"
-                )
-            if file.assumed:
-                spec.say(f"{file.path}: {file.assumed}")
-            # A matching sidecar that states a vocabulary within the model's saves reading the ids.
-            stated = file.tokenizer is not None and file.vocabulary is not None and file.vocabulary <= vocabulary
-            if not stated and (largest := file.largest_id()) >= vocabulary:
-                raise UserError(
-                    f"{file.path} holds ids up to {largest}, but the model only has ids below {vocabulary}: "
-                    "choose the model that it was tokenised for, or give the text instead"
-                )
-        return joined(files)
+            refused = _why_other(file, spec)
+            if refused:
+                raise UserError(f"{file.path} {refused}, or give the text or the conversations instead")
+        if len(files) == 1:
+            return files[0]
+        kept = 0.0 if section.validation_path else section.validation
+        names = [str(file.path) for file in files]
+        return Mixture(files, (), names=names, seq_len=spec.seq_len, validation=kept)
     found = _tokenised(spec, sources, spec.encoder(spec.form_of(sources)))
     if vocabulary_size(spec.tokenizer) > vocabulary:  # The file may have been made for another model.
         spec.known(np.array(found.largest_id()))
     return found
+
+
+def _why_other(file: TokenFile, spec: TokenSpec) -> str:
+    """Return why a token file is not for this run, and what to do, or ""."""
+    if file.row_length not in (None, spec.seq_len):
+        wanted = f"use --seq-len {file.row_length}"
+        return f"holds conversations in rows of {file.row_length}, and this run uses {spec.seq_len}: {wanted}"
+    if file.row_length is not None and file.packed != (spec.section.packing == "on"):
+        holds, key = ("several in a row", "on") if file.packed else ("each in a separate row", "off")
+        return f"holds conversations, {holds}: use data.packing={key}"
+    if file.tokenizer not in (None, spec.fingerprint):
+        return f"was made with the tokenizer {file.tokenizer} but this run uses {spec.fingerprint}: set data.tokenizer"
+    end = spec.tokenizer.eos_token_id
+    if spec.section.packing == "on" and file.row_length is None and file.end_of_text not in (None, end):
+        return f"ends documents with id {file.end_of_text}, and the tokenizer with {end}: leave data.packing out"
+    # A matching sidecar that states a vocabulary within the model's saves reading the ids.
+    stated = file.tokenizer is not None and file.vocabulary is not None and file.vocabulary <= spec.vocabulary
+    if not stated and (largest := file.largest_id()) >= spec.vocabulary:
+        only = f"the model only has ids below {spec.vocabulary}"
+        return f"holds ids up to {largest}, but {only}: choose the model that it was tokenised for"
+    return ""
 
 
 def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> TokenFile:
@@ -96,34 +89,33 @@ def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> To
     cache = cache_directory() if section.cache == "auto" else Path(section.cache)
     # a readable name, made from the first source's
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(section.path[0]).resolve().stem)[:40].strip("-") or "text"
-    memory = cache / f"{name}-{_digest([str(source.resolve()) for source in sources])}.sums.json"
-    sums = source_sums(sources, memory=memory, say=say)
+    total = sum(source.stat().st_size for source in sources)
+    if total >= _LONG:
+        say(f"reading {format_bytes(total)} of text to check whether it was tokenised before")
+    sums = source_sums(sources)
     # The key includes how the bytes are read: the same bytes may be a text or lines of JSON.
     suffixes = [source.suffix.lower() for source in sources]
     content = [FORMAT, sums, spec.fingerprint, separator, suffixes, encoder.identity, encoder.row_length]
-    target = cache / f"{name}-{_digest(content)}.bin"
+    target = cache / f"{name}-{hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()}.bin"
     if (found := cached(target)) is not None:
         say(f"tokens: {target}, already there")
         return found
-    total = sum(source.stat().st_size for source in sources)
     say(f"tokenising {format_bytes(total)} of text in {len(sources)} file(s) into {target}")
 
     def arrays() -> Iterator[Any]:
         begin = reported = time.monotonic()
-        before, tokens = _bytes_read(), 0
+        tokens = 0
         records: Any = (record for source in sources for record in records_in(source, encoder))
         for ids in map(spec.known, encoder.encode(records)):
             yield ids
             tokens, now = tokens + len(ids), time.monotonic()
             if now - reported >= _SECONDS_BETWEEN_REPORTS:
-                reported, speed = now, format_count(tokens / (now - begin))
-                share = min(1.0, (_bytes_read() - before) / max(1, total))
-                read = f", {share:.0%} of the text read" if share else ""
-                say(f"{format_count(tokens)} tokens{read}, {speed} a second")
+                reported = now
+                say(f"{format_count(tokens)} tokens, {format_count(tokens / (now - begin))} a second")
         say(f"{format_count(tokens)} tokens in {format_seconds(time.monotonic() - begin)}")
         if encoder.note:
             say(encoder.note)
-        again = source_sums(sources, memory=memory, say=lambda _: None)
+        again = source_sums(sources)
         if changed := [source for source, then, now_is in zip(sources, sums, again, strict=True) if then != now_is]:
             raise TrainerError(
                 f"{changed[0]}: the text changed while it was tokenised: start again when it is complete"
@@ -146,50 +138,17 @@ def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> To
     return TokenFile.open(target, owned=True)
 
 
-def _digest(content: object) -> str:
-    return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
-
-
-def _bytes_read() -> int:
-    """Return the bytes that this process has read (rchar of proc(5)), 0 where the system does not count them."""
-    try:
-        return int(Path("/proc/self/io").read_text().split()[1])
-    except OSError:
-        return 0
-
-
-def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], None]) -> list[str]:
-    """Return each file's hash, cached in the file `memory`. Raises UserError for a file that cannot be read."""
-    try:
-        known = parsed(file_bytes(memory, opener=open_owned), dict[str, tuple[str, list[int]]])
-    except (FileNotFoundError, ValueError):
-        known = {}
-    names = ("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino", "st_dev")
-    try:
-        about = {path: [getattr(os.stat(path), name) for name in names] for path in map(os.path.realpath, sources)}
-    except OSError as error:
-        raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
-    found = {path: known[path] for path, state in about.items() if path in known and known[path][1] == state}
-    fresh = about.keys() - found.keys()
-    total = sum(about[path][0] for path in fresh)
-    if total >= _LONG:
-        say(f"reading {format_bytes(total)} of text to check whether it was tokenised before")
-    for path in sorted(fresh):
-        settled = time.time_ns() - max(about[path][1:3]) > _SETTLED_NS and is_utf8(path)  # JSON has no other names
+def source_sums(sources: Sequence[Path]) -> list[str]:
+    """Return each file's hash. Raises UserError for a file that cannot be read."""
+    found = []
+    for source in sources:
         try:
-            with open_given(Path(path)) as file:
+            with open_given(source) as file:
                 made = hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16))  # type: ignore[arg-type]
         except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}") from error
-        found[path] = made.hexdigest(), about[path] if settled else []
-    if any(found[path][1] for path in fresh):
-        try:
-            memory.parent.mkdir(parents=True, exist_ok=True)
-            kept = {path: known for path, known in sorted(found.items()) if known[1]}
-            write_text(memory, json.dumps(kept), mode=MODE)
-        except OSError:
-            pass  # without the cache the hashes are computed again next time
-    return [found[os.path.realpath(source)][0] for source in sources]
+            raise UserError(f"{source} cannot be read: {error.strerror}") from error
+        found.append(made.hexdigest())
+    return found
 
 
 @dataclass(frozen=True)
@@ -235,17 +194,13 @@ UNKNOWN_IDENTITY: dict[str, Any] = dict.fromkeys(
 
 def check_data(section: DataSection, source: Any, *, say: Callable[[str], None]) -> None:
     """Raise UserError for data paths that are missing or hold no text or tokens; reads only the start of each file."""
-    for paths, validation in ((section.path, False), (section.validation_path, True)):
-        if paths:
-            find_sources(paths, say=say, validation=validation)
+    for paths in filter(None, (section.path, section.validation_path)):
+        find_sources(paths, say=say)
     _refuse_unknown(section, source)
 
 
 def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callable[[str], None]) -> RunData:
-    """Tokenize the data unless it is in the cache, on rank 0 first, and return it split into rows. Collective.
-
-    A stream is opened and its first documents tokenized.
-    """
+    """Tokenize the data unless it is in the cache, on rank 0 first, and return it split into rows. Collective."""
     _refuse_unknown(section, source)
     name, vocabulary = section.tokenizer, source.shape.vocabulary
     if name == "auto":
@@ -257,10 +212,10 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
     whole = TokenSpec(section, tokenizer, tokenizer_fingerprint(tokenizer), vocabulary, seq_len, say)
     kept = 0.0 if section.validation_path or section.streamed else section.validation  # share of rows held out
 
-    def text(*paths: str, validation: bool = False) -> Any:
+    def text(*paths: str) -> Any:
         spec = replace(whole, section=section.model_copy(update={"path": paths}))
         if not spec.section.streamed:
-            return prepare_tokens(spec, validation=validation)
+            return prepare_tokens(spec)
         try:
             stream = StreamedTokens(spec)
             stream.read(0, 1)
@@ -272,11 +227,11 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
         if not section.mixture:
             return text(*section.path)
         files = [text(path) for path in section.path]
-        return mixed(files, section.mixture, names=section.path, seq_len=seq_len, validation=kept)
+        return Mixture(files, section.mixture, names=section.path, seq_len=seq_len, validation=kept)
 
     tokens = held_out = rank_zero_first(texts)
     if section.validation_path:
-        held_out = rank_zero_first(lambda: text(*section.validation_path, validation=True))
+        held_out = rank_zero_first(lambda: text(*section.validation_path))
         if held_out.sums == tokens.sums or section.validation_path == section.path:
             say("note: --validation-data is the text of --data: its loss says nothing about other text")
     end = tokenizer.eos_token_id
@@ -285,19 +240,14 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
         raise UserError("data.packing=on needs a tokenizer with a token that ends documents and does not begin them")
     talks = tokens.row_length is not None and bool(tokenizer.chat_template)
     ends = AnswerEncoder(tokenizer, everything=False).end_ids if talks else []
-    if section.mixture:
-        train = range(sum(tokens.shares.rows))
+    if isinstance(tokens, Mixture):
+        train = range(sum(tokens.counts))
         split = Split(train, range(len(train), (len(tokens) - 1) // seq_len))
     else:
         split = split_rows(len(tokens), seq_len=seq_len, validation=kept)
     if section.validation_path:  # all of it is used
-        rows = (len(held_out) - 1) // seq_len
-        if not rows:
-            raise UserError(
-                f"--validation-data has {len(held_out)} tokens, and one row of {seq_len} needs {seq_len + 1}: give "
-                "more text or a smaller --seq-len"
-            )
-        split = split._replace(validation=range(rows))
+        every = split_rows(len(held_out), seq_len=seq_len, validation=0.0, name="--validation-data").train
+        split = split._replace(validation=every)
     data = RunData(whole, tokens, held_out, split, tuple(ends))
     for line in _describe(data):
         say(line)
@@ -324,8 +274,8 @@ def _describe(data: RunData) -> Iterator[str]:
     rest = f"; the last {left} tokens do not fill a row" if left else ""
     padded = " with padding" if tokens.summary else ""
     yield f"data: {len(tokens)} tokens{padded}, {len(split.train)} rows to train on, {validation}{rest}"
-    if section.mixture:
-        yield tokens.shares.told(section.path)
+    if isinstance(tokens, Mixture):
+        yield tokens.told
 
 
 def epoch_line(data: RunData, *, rows_per_step: int, steps: int) -> str:

@@ -1,24 +1,22 @@
 """Resolution of the data paths that a user names to files; unsuitable files are refused with what to do.
 
-docs/data.md has the rule for directories with the splits of a data set. hub:OWNER/NAME, with /CONFIGURATION and :SPLIT,
-is a data set of the hub, whose downloaded Arrow files are read.
+docs/data.md has the rules. Of a data set of the hub, the downloaded Arrow files are read.
 """
 
-import glob
 import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from offload_trainer.config import STREAM
 from offload_trainer.data.documents import COMPRESSED, RECORDS, TABLES, holds_records, kind_of, printable
 from offload_trainer.errors import UserError
 from offload_trainer.packages import is_installed, lacks
-from offload_trainer.safe_files import file_bytes, one_line, open_given, parsed, parsed_yaml
+from offload_trainer.safe_files import file_bytes, one_line, open_given
 
 BUILTIN_CORPUS = Path(__file__).parent / "builtin" / "corpus.txt"
 TEXT_SUFFIXES = (".txt", ".md", *RECORDS)  # also when compressed
@@ -39,43 +37,32 @@ _ABOUT = re.compile(
 )
 
 
-def find_sources(
-    paths: Sequence[str], *, say: Callable[[str], None] = lambda _: None, validation: bool = False
-) -> list[Path]:
+def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _: None) -> list[Path]:
     """Return the files for `paths`: in the given order, a directory's files sorted by path.
 
-    A directory stands for its files of text and tables, at any depth; if it has the splits of a data set, for those of
-    the train split, or with `validation` of the validation or else the test split. A stream of the hub has none. `say`
-    is told of files that are left, and of numbered ones that are missing.
-
-    Raises UserError for paths that do not exist (naming all of them), a directory without text or without the split
-    among its splits, .bin files mixed with text, and a file that is not text.
+    A directory stands for its files of text and tables, at any depth. A stream of the hub has none. `say` is told of
+    files that are left, and of numbered ones that are missing.
+    Raises UserError for missing paths (naming all of them) and for what would not be trained on as the user means it.
     """
     if not paths:
-        raise UserError(
-            "data.path is empty: name a text file, lines of JSON, a table, a directory, a .bin file, or builtin"
-        )
+        raise UserError("data.path is empty: name a text file, lines of JSON, a table, a directory, a .bin or builtin")
     refuse_missing_files(paths)
-    named: list[Path] = []
+    sources: list[Path] = []
     for entry in paths:
         path = Path(entry.removeprefix(STREAM)).expanduser()
         if entry.startswith("hub:"):
-            named += hub_files(entry)
-        elif not entry.startswith(STREAM) or path.exists():
-            named.append(BUILTIN_CORPUS if entry == "builtin" else path)
-        elif re.match(f"{STREAM}[/.~]", entry) or entry.count("/") > 2:
-            fix = "correct the path, or name stream:OWNER/NAME of the hub"
-            raise UserError(f"{entry}: no such file or directory; {fix}")
-        else:
-            hub_name(entry)
-    sources: list[Path] = []
-    splits = ("validation", "test") if validation else ("train",)
-    for path in named:
-        if path.is_dir():
-            sources += _files_inside(path, splits, say=say)
-        else:
+            sources += hub_files(entry)
+        elif entry == "builtin":
+            sources.append(BUILTIN_CORPUS)
+        elif path.is_dir():
+            sources += _files_inside(path, say=say)
+        elif path.exists():
             _refuse_other(path)
             sources.append(path)
+        elif re.match(f"{STREAM}[/.~]", entry) or entry.count("/") > 2:
+            raise UserError(f"{entry}: no such file or directory; correct the path, or name stream:OWNER/NAME")
+        else:
+            hub_name(entry)
     packed = [str(source) for source in sources if source.suffix.lower() in (*TABLES, ".zst")]
     if packed and not is_installed("pyarrow"):
         raise UserError(lacks(packed[0], "pyarrow"))
@@ -85,8 +72,7 @@ def find_sources(
     token_files = [str(file) for file in sources if file.suffix == ".bin"]
     if token_files and len(sources) > len(token_files):
         raise UserError(
-            f"{len(sources)} files were given, but {', '.join(token_files[:5])} among them holds tokens: "
-            "give only .bin files, or only text"
+            f"{', '.join(token_files[:5])} holds tokens, and others text: give only .bin files, or only text"
         )
     return sources
 
@@ -104,18 +90,14 @@ def refuse_missing_files(paths: Sequence[str]) -> None:
 
 @cache
 def hub_files(entry: str) -> tuple[Path, ...]:
-    """Return the files in `datasets`' cache that hold the split (`train` by default), downloading them if needed.
-
-    Raises UserError for an invalid name, if `datasets` is not installed, and if the data set cannot be loaded.
-    """
+    """Return the files in `datasets`' cache that hold the split, downloaded if needed, or raise UserError."""
     name = hub_name(entry)[0]
     try:
         loaded = load_from_hub(entry)
-    # the hub, the network and the data set's content fail in many ways, all of them for the user to fix
-    except Exception as error:
+    except Exception as error:  # the hub, the network and the content fail in many ways, all for the user to fix
         raise UserError(
             f"{entry} could not be loaded: {one_line(error)}. Check the name, configuration, split and network, or "
-            f"download it elsewhere with hf download --repo-type dataset {name} --local-dir data, then --data data"
+            f"download it elsewhere with hf download --repo-type dataset {name} --local-dir data, and name its files"
         ) from error
     return tuple(Path(one["filename"]) for one in loaded.cache_files)
 
@@ -130,17 +112,11 @@ def load_from_hub(entry: str, *, streaming: bool = False) -> Any:
 
 
 def hub_name(entry: str) -> tuple[str, str | None, str | None]:
-    """Return name, configuration and split of a dataset of the hub, written behind ``hub:`` or ``stream:``.
-
-    Raises UserError if it is written otherwise, and if `datasets` is not installed.
-    """
+    """Return name, configuration and split of a dataset of the hub. Raises UserError if it is written otherwise."""
     prefix, _, written = entry.partition(":")
     found = _HUB_NAME.fullmatch(written)
     if found is None:
-        raise UserError(
-            f"{entry}: a dataset of the hub is written {prefix}:OWNER/NAME, with /CONFIGURATION and :SPLIT if it has "
-            "several"
-        )
+        raise UserError(f"{entry}: a dataset is written {prefix}:OWNER/NAME, with /CONFIGURATION and :SPLIT if several")
     if not is_installed("datasets"):
         raise UserError(lacks(entry, "datasets"))
     name, configuration, split = found.groups()
@@ -151,73 +127,46 @@ def _is_read(path: Path) -> bool:
     return kind_of(path) in TEXT_SUFFIXES or path.suffix.lower() in TABLES
 
 
-def _files_inside(directory: Path, wanted: Sequence[str], *, say: Callable[[str], None]) -> list[Path]:
-    """Return a directory's files of text and tables, sorted by path; of several splits the first of `wanted`."""
+def _files_inside(directory: Path, *, say: Callable[[str], None]) -> list[Path]:
+    """Return a directory's files of text and tables, sorted by path. Raises UserError if they are of several splits."""
 
     def first(paths: list[Path]) -> str:
         names = [printable(path.relative_to(directory)) for path in paths[:3]]
         return ", ".join(names) + (", ..." if len(paths) > 3 else "")
 
-    inside = [
-        path
-        for path in sorted(directory.rglob("*"))
-        if not any(part.startswith(".") for part in path.relative_to(directory).parts)
-    ]
+    inside = [path for path in sorted(directory.rglob("*")) if "/." not in f"/{path.relative_to(directory)}"]
     if linked := [path for path in inside if path.is_symlink() and path.is_dir()]:
         say(f"note: {len(linked)} linked directories in {directory} are not followed ({first(linked)}); name them too")
     known = [path for path in inside if path.is_file()]
     files = [path for path in known if _is_read(path) and not _ABOUT.fullmatch(path.name)]
-    listed = {folder: _data_files(folder) for folder in {path.parent for path in files}}
-    files = [path for path in files if not listed[path.parent] or path.name in listed[path.parent]]
     front = _front_matter(directory / _CARD)
-    has_records = any(map(holds_records, files))  # a README.md beside them describes them; others may be the text
-    files = [path for path in files if path.name != _CARD or not (has_records or (front and path == directory / _CARD))]
+    if front or any(map(holds_records, files)):  # a README.md describes the data; elsewhere it may be the text
+        files = [path for path in files if path.name != _CARD]
     if not files:
         token_files = sorted(str(file) for file in directory.glob("*.bin"))
         flags = " ".join(f"--data {printable(name)}" for name in token_files[:3]) + " ..." * (len(token_files) > 3)
-        hint = f"name the token files themselves, in their order: {flags}" if token_files else "correct the path"
+        hint = f"name the token files themselves: {flags}" if token_files else "correct the path"
         raise UserError(f"{directory} holds no {', '.join((*TEXT_SUFFIXES, *TABLES))} file: {hint}")
-    split, chosen = _configured(directory, front, files, wanted)
-    if not chosen:
-        texts = [path for path in files if not holds_records(path)]
-        if texts:
-            files = [path for path in files if path in texts or kind_of(path) not in (".json", ".csv", ".tsv")]
-        saved = (directory / "dataset_dict.json").is_file()  # `datasets` saved it, with a folder for each split
-        splits = {path: path.parent.name if saved else _split_of(path.relative_to(directory)) for path in files}
-        if not front and not all(splits[path] for path in texts):  # pages and chapters may have such names too
-            splits |= dict.fromkeys(texts, "")
-        named = set(splits.values())
-        if "train" not in named:
-            wanted = (*wanted, "")  # files that are named like no split
-        split = next(filter(named.__contains__, wanted), None)
-        chosen = [path for path in files if splits[path] == split]
-    if not chosen:
-        there = " and ".join(sorted(named - {""}))
+    splits = {path: _split_of(path.relative_to(directory)) for path in files}
+    texts = [path for path in files if not holds_records(path)]
+    if not all(splits[path] for path in texts):  # pages and chapters may have such names too
+        splits |= dict.fromkeys(texts, "")
+    saved = (directory / "dataset_dict.json").is_file()  # `datasets` saved it, with a folder for each split
+    folders = len({path.parent for path in files})
+    if len(set(splits.values())) > 1 or front.count(b"config_name:") > 1 or (saved and folders > 1):
         raise UserError(
-            f"{directory} holds no {' or '.join(filter(None, wanted))} split, only files named {there} "
-            f"({first(files)}): name the files themselves to read them"
+            f"{directory} holds several splits or configurations of a data set ({first(files)}): name the files or the "
+            "folder to train on with --data, and those of another split with --validation-data"
         )
-    shards = Counter(found.groups() for found in map(_SHARD.fullmatch, map(str, chosen)) if found)
+    shards = Counter(found.groups() for found in map(_SHARD.fullmatch, map(str, files)) if found)
     for (name, count), number in shards.items():
         if number < int(count):
             say(f"note: only {number} of the {int(count)} files {printable(name)}-*-of-{count} are there")
-    taken = set(chosen)
+    taken = set(files)
     if left := [path for path in known if path not in taken and not _ABOUT.fullmatch(path.name)]:
-        what = f", the {split} split" if split else ""
-        say(
-            f"data: {directory}: {len(chosen)} of {len(known)} files are read{what} ({first(chosen)}), and not "
-            f"{first(left)}; name one of those to read it too, with --data or --validation-data"
-        )
-    return chosen
-
-
-def _data_files(folder: Path) -> set[str]:
-    """Return the names of the files that `datasets` lists for a data set that it saved in a folder."""
-    try:
-        state = parsed(file_bytes(folder / "state.json", links=True), dict[str, Any])
-    except (FileNotFoundError, ValueError):
-        return set()
-    return {str(one.get("filename")) for one in state.get("_data_files") or () if isinstance(one, dict)}
+        read = f"{len(files)} of {len(known)} files are read ({first(files)})"
+        say(f"data: {directory}: {read}, and not {first(left)}; name one of those to read it too")
+    return files
 
 
 def _split_of(path: Path) -> str:
@@ -227,48 +176,13 @@ def _split_of(path: Path) -> str:
     return "" if kind_of(path) == ".md" else next((_SPLITS[word] for word in words if word in _SPLITS), "")
 
 
-def _front_matter(card: Path) -> dict[str, Any]:
-    """Return the YAML at the beginning of a data set's card; nothing if there is none that can be read."""
+def _front_matter(card: Path) -> bytes:
+    """Return the YAML at the beginning of a data set's card, which names its configurations; nothing without any."""
     try:
         found = re.match(rb"---\s*\n(.*?\n)---\s", file_bytes(card, links=True), re.DOTALL)
-        front = parsed_yaml(found[1]) if found else None
     except (FileNotFoundError, ValueError):
-        return {}
-    return front if isinstance(front, dict) else {}
-
-
-def _configured(
-    directory: Path, front: dict[str, Any], files: list[Path], wanted: Sequence[str]
-) -> tuple[str | None, list[Path]]:
-    """Return the first of the `wanted` splits that a card names in its default configuration, and those of its `files`.
-
-    Returns none if the card names none. Raises UserError if it leaves a choice, and if no file that it names is there.
-    """
-
-    def refuse(what: str, names: Iterable[object]) -> NoReturn:
-        listing = ", ".join(printable(str(name)) for name in [*names][:20])
-        raise UserError(f"{directory / _CARD} lists {what} {listing}: name the files or the folder to train on instead")
-
-    listed = front["configs"] if isinstance(front.get("configs"), list) else []
-    configs = {str(one.get("config_name", "default")): one for one in listed if isinstance(one, dict)}
-    default = [one for name, one in configs.items() if one.get("default") or name == "default"] or [*configs.values()]
-    named = default[0].get("data_files") if len(default) == 1 else None
-    if len(configs) > 1 and not named:
-        refuse("the configurations", configs)
-    if isinstance(named, list) and all(isinstance(one, dict) for one in named):
-        named = {str(one.get("split")): one.get("path") for one in named}
-    if not named:
-        return None, []
-    splits = named if isinstance(named, dict) else {"train": named}
-    split = next(filter(splits.__contains__, wanted), "")
-    if not split:
-        refuse("the splits", splits)
-    patterns = splits[split] if isinstance(splits[split], list) else [splits[split]]
-    found = {directory / path for one in patterns for path in glob.glob(str(one), root_dir=directory, recursive=True)}
-    chosen = [path for path in files if path in found]
-    if not chosen:
-        refuse(f"as its {split} split, of which no text or table is there,", patterns)
-    return split, chosen
+        return b""
+    return found[1] if found else b""
 
 
 def _refuse_other(path: Path) -> None:

@@ -1,14 +1,9 @@
 """Streamed data sets: `StreamedTokens.read(start, count)` returns ids by number, as a token file does, without one.
 
-    stream:NAME ── datasets, streaming ─┬─ DocumentEncoder or RowEncoder ──> ids, or marked ids in rows, read on demand
-    stream:PATH ── files of records ────┘
-
 Ids are in the data set's own order, and behind the last record the data set begins again. The ids of a path are those
-of the token file that would be written. rows.py makes rows of them: with data.shuffle=N the last block of N rows that
-was read stays in memory, so that they can be asked for in any order.
-
-To reach an id without tokenizing everything before it, the run directory has a list of seek points (stream.jsonl,
-`Point`). Packed conversations have them only where no row is open, which is where the data set begins again.
+of the token file that would be written. To reach an id without tokenizing everything before it, the run directory has a
+list of seek points (stream.jsonl, `Point`). Packed conversations have them only where no row is open, which is where
+the data set begins again.
 """
 
 from __future__ import annotations
@@ -18,18 +13,18 @@ import json
 import sys
 import zlib
 from bisect import bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from itertools import chain, islice
+from functools import partial
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from offload_trainer.data.conversations import TEXT, Example, form_of_record
-from offload_trainer.data.documents import without_nulls
+from offload_trainer.data.documents import TEXT, Example, form_of_record, without_nulls
 from offload_trainer.data.packing import TokenSpec, records_in
 from offload_trainer.data.sources import find_sources, load_from_hub
 from offload_trainer.errors import RERUN_HINT, TrainerError
@@ -61,24 +56,16 @@ class StreamedTokens:
     paths = ()
 
     def __init__(self, spec: TokenSpec) -> None:
-        """Open the stream that `data.path` names.
-
-        Raises UserError if it is malformed, no such file exists, `datasets` is not installed, or the first record has a
-        form that is not trained on. Raises TrainerError if it cannot be read.
-        """
+        """Open the stream that `data.path` names. Raises UserError for a wrong name or form, else TrainerError."""
         section, self.name = spec.section, spec.section.path[0]
         self._files = find_sources(section.path, say=spec.say)
         self.tokenizer, self._seq_len, self._known = spec.fingerprint, spec.seq_len, spec.known
         self.block = section.shuffled_block  # rows
         self._begin, self._ids = 0, np.empty(0, dtype=np.uint32)  # ids of the block that was read last, and some behind
         self._end = 0  # number of the ids up to the last of them
-        self._dataset: Any  # of the hub
-        self._place: dict[str, int]  # in the files, behind the last record
-        self._records: Iterator[Any]
-        self._state: dict[str, Any] | None  # State of the data set after these ids; None: its beginning.
         self._expected: Point | None = None  # the point at which reading has begun, until its checksum is compared
-        self._load(None)
         self._encoder = spec.encoder(spec.form_of(self._files) if self._files else self._form(spec))
+        self._load(None)
         self.row_length, self.packed = self._encoder.row_length, self._encoder.packed
         self.identity = self.name + self._encoder.identity
         content = [_FORMAT, self.identity, spec.fingerprint, spec.tokenizer.eos_token_id, self.row_length]
@@ -141,34 +128,35 @@ class StreamedTokens:
         return self._ids[start - begin :][:count]
 
     def _form(self, spec: TokenSpec) -> str:
-        """Return `data.format`, or if it is "auto" that of the hub's first record, which is read again afterwards."""
+        """Return `data.format`, or if it is "auto" that of the hub's first record."""
         if spec.section.format != "auto":
             return spec.section.format
         with self._reading():
-            first = next(self._records, None)
+            first = next(iter(load_from_hub(self.name, streaming=True)), None)
         if first is None:
             return TEXT
-        self._records = chain([first], self._records)
         return form_of_record(first, text_field=spec.section.text_field, where=f"{self.name}, the first record")
 
     def _load(self, state: dict[str, Any] | None) -> None:
-        with self._reading():
-            if self._files:
-                self._records = self._local_records(**(state or {"file": 0, "records": 0}))
-            else:
-                self._dataset = load_from_hub(self.name, streaming=True)
-                if state is not None:
-                    self._dataset.load_state_dict(state)
-                self._records = iter(self._dataset)
-        self._state = state
+        """Read on from a state of the data set, which is also that behind the ids so far; None: its beginning."""
+        self._records, self._state = self._read(state), state
 
-    def _local_records(self, file: int, records: int) -> Iterator[Any]:
-        """Yield the documents or conversations of the files, from behind the first `records` of file number `file`."""
-        for number, path in enumerate(self._files[file:], file):
-            for count, record in enumerate(islice(records_in(path, self._encoder), records, None), records + 1):
-                self._place = {"file": number, "records": count}
-                yield record
-            records = 0
+    def _read(self, state: dict[str, Any] | None) -> Iterator[tuple[Any, Callable[[], dict[str, Any]]]]:
+        """Yield each document or conversation from a state on, with a function that returns the state behind it."""
+        if not self._files:
+            dataset = load_from_hub(self.name, streaming=True)
+            if state is not None:
+                dataset.load_state_dict(state)
+            for raw in dataset:
+                record = {name: without_nulls(value) for name, value in raw.items()}
+                where = f"{self.name}, a record behind token {self._end}"
+                yield self._encoder.parsed(record, where=where), dataset.state_dict
+            return
+        first, skipped = (state["file"], state["records"]) if state else (0, 0)
+        for number, path in enumerate(self._files[first:], first):
+            for count, record in enumerate(islice(records_in(path, self._encoder), skipped, None), skipped + 1):
+                yield record, partial(dict, file=number, records=count)
+            skipped = 0
 
     def _next_ids(self) -> np.ndarray:
         """Tokenize the next records, until there is an id or the data set ends."""
@@ -215,16 +203,13 @@ class StreamedTokens:
         size = 0
         with self._reading():
             while size < _CHARACTERS:
-                record = next(self._records, None)
+                record, state = next(self._records, (None, dict))
                 if record is None:
                     self._load(None)
                     return found
-                if not self._files:
-                    record = {name: without_nulls(value) for name, value in record.items()}
-                    record = self._encoder.parsed(record, where=f"{self.name}, a record behind token {self._end}")
                 found.append(record)
                 size += _characters(record)
-            self._state = self._place if self._files else self._dataset.state_dict()
+            self._state = state()
         return found
 
     @contextmanager

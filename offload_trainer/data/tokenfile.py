@@ -1,7 +1,4 @@
-"""Token files: nanoGPT's ``.bin`` (little-endian ids without a header), and the JSON sidecar that may describe them.
-
-    write_tokens   ids -> a scratch directory -> fsync -> NAME.bin, then NAME.bin.json
-    TokenFile      NAME.bin, NAME.bin.json if any -> ranges of ids; each block's CRC-32 is checked when it is first read
+"""Token files: ``NAME.bin`` (little-endian ids without a header, as nanoGPT's) and NAME.bin.json, which describes them.
 
 The sidecar is written last, so after a kill a pair is either complete or has no sidecar; the next writer removes the
 scratch directory that is left. Ids are read with pread: truncation of a mapped file kills the process silently.
@@ -14,8 +11,8 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
@@ -38,16 +35,7 @@ IDS = BEGINS - 1
 
 _SCAN_TOKENS = 1 << 24
 _SCRATCH = "offload-trainer-tokens-"
-_AGAIN = "delete the file and its sidecar, and the same command creates them again"
 _ELSEWHERE = "Delete both it and its sidecar, or use another cache with data.cache=DIR"
-_RESTORE = f"it has changed since the run opened it. Restore it, and {RERUN_HINT}"
-
-# Detection of the dtype of a raw file
-_CHUNK = 16 * BLOCK
-_UPPER = 15  # the largest upper half of an id in every vocabulary of up to 2^20 ids
-_TELLING = 32  # number of uint32 ids from which the pattern is not a coincidence
-_NUMPY, _ZIP, _GZIP, _PARQUET = b"\x93NUMPY", b"PK\x03\x04", b"\x1f\x8b", b"PAR1"
-_LLM_C = tuple(version.to_bytes(4, "little") for version in (20240520, 20240801))
 
 
 def sidecar_path(path: Path) -> Path:
@@ -65,15 +53,13 @@ def cached(path: Path) -> TokenFile | None:
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """Ids of uint16 or uint32 in a file. An attribute that the file does not state is None."""
+    """Ids of uint16 or uint32 in a file. An attribute that the sidecar does not state is None."""
 
     path: Path
     file: BinaryIO
     dtype: np.dtype
     tokens: int
     sums: tuple[int, ...]  # CRC-32 of each BLOCK bytes, from the sidecar or computed when the file was opened
-    largest: int | None = None  # the largest id, if all were scanned
-    assumed: str | None = None  # the assumption made if the file has no sidecar
     tokenizer: str | None = None  # fingerprint
     vocabulary: int | None = None
     end_of_text: int | None = None
@@ -95,53 +81,34 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: Path, *, owned: bool = False) -> TokenFile:
-        """Open a token file. If no sidecar has its checksums, all of it is read once.
+        """Open a token file. If its sidecar has no checksums, all of it is read once.
 
-        An `owned` file, one of the cache, is refused unless it is this user's (storage/owned_dirs.py).
-
-        Raises UserError for an unreadable sidecar, an empty file, and a size that differs from the sidecar or is not a
-        whole number of ids. Without a sidecar, also for ids whose values do not show whether they are uint16 or uint32.
+        Raises UserError for a missing or unreadable sidecar and a size that it does not say, and for an `owned` file,
+        one of the cache, unless it is this user's (storage/owned_dirs.py).
         """
         sidecar = sidecar_path(path)
         stated = stated_facts(path, owned=owned)
-        dtype_name, count, sums = stated.pop("dtype", None), stated.pop("tokens", None), tuple(stated.pop("crc32", ()))
         file = _opened(path, owned=owned)
         size = os.fstat(file.fileno()).st_size
-        width = 4 if dtype_name == "uint32" else 2
-        if size == 0 or size % width:
+        if not stated:
             raise UserError(
-                f"{path}: {size} bytes are not a whole number of {dtype_name or 'uint16'} ids; create the file again"
+                f"{path} does not say how wide its ids are. For raw ids of 16 bits, without a header, write "
+                f'{{"dtype": "uint16", "tokens": {size // 2}}} into {sidecar}; for those of 32 bits "uint32" and '
+                f"{size // 4}"
             )
-        if count not in (None, size // width):
+        dtype, count, sums = np.dtype(stated.pop("dtype")), stated.pop("tokens"), tuple(stated.pop("crc32"))
+        if size == 0 or size % dtype.itemsize:
+            raise UserError(f"{path}: {size} bytes are not a whole number of {dtype} ids; create the file again")
+        if count != size // dtype.itemsize:
             raise UserError(
-                f"{path}: {sidecar.name} says {count} {dtype_name} ids, and the file holds {size // width} "
+                f"{path}: {sidecar.name} says {count} {dtype} ids, and the file holds {size // dtype.itemsize} "
                 f"({size} bytes); delete both and create them again"
             )
-        largest: int | None = None
-        assumed: str | None = None
-        if not sums:
-            if dtype_name is None and file.read(8).startswith((_NUMPY, _ZIP, _GZIP, _PARQUET, *_LLM_C)):
-                raise UserError(
-                    f"{path}: not raw ids, but a file of NumPy, torch, gzip, parquet or llm.c: write the ids alone "
-                    "(numpy.load(FILE).tofile('ids.bin'); tail -c +1025 FILE > ids.bin for llm.c's). If they are "
-                    f"ids all the same, {_say_dtype(path, size=size)}"
-                )
-            sums, lanes, largest32 = _scan(path, file, size=size)
-            dtype_name = dtype_name or _dtype_of(path, lanes, size=size)
-            largest = largest32 if dtype_name == "uint32" else max(lanes)
-        if count is None:
-            why = ", as nanoGPT writes them" if dtype_name == "uint16" else ": the upper half of every id is at most 15"
-            assumed = f"no sidecar: read as {dtype_name}{why}"
-        return cls(
-            path=path,
-            file=file,
-            dtype=np.dtype(dtype_name).newbyteorder("<"),
-            tokens=size // np.dtype(dtype_name).itemsize,
-            sums=sums,
-            largest=largest,
-            assumed=assumed,
-            **stated,
-        )
+        found = cls(path, file, dtype.newbyteorder("<"), count, sums, **stated)
+        if sums:
+            return found
+        blocks = (found._bytes(at, min(BLOCK, size - at)) for at in range(0, size, BLOCK))
+        return replace(found, sums=tuple(map(zlib.crc32, blocks)))
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return `count` ids from `start` on, in the file's dtype.
@@ -157,8 +124,8 @@ class TokenFile:
             crc = zlib.crc32(self._bytes(at, min(BLOCK, self.tokens * self.dtype.itemsize - at)))
             if block >= len(self.sums) or crc != self.sums[block]:
                 raise TrainerError(
-                    f"{self.path}: the block at byte {at} differs from what was written (CRC-32 {crc}); "
-                    + (_AGAIN if self.largest is None else _RESTORE)
+                    f"{self.path}: the block at byte {at} differs from what was written (CRC-32 {crc}); restore it, or "
+                    "in a cache delete the file and its sidecar, and the same command creates them again"
                 )
             self._checked.add(block)
         return np.frombuffer(self._bytes(first, last - first), dtype=self.dtype)
@@ -177,9 +144,7 @@ class TokenFile:
         return data
 
     def largest_id(self) -> int:
-        """Return the largest id, from the scan if there was one; otherwise read the whole file, 16 M ids at a time."""
-        if self.largest is not None and self.row_length is None:
-            return self.largest
+        """Return the largest id; reads the whole file, 16 M ids at a time."""
         starts, bits = range(0, self.tokens, _SCAN_TOKENS), IDS if self.row_length else np.iinfo(self.dtype).max
         return max(int((self.read(i, min(_SCAN_TOKENS, self.tokens - i)) & bits).max()) for i in starts)
 
@@ -219,53 +184,6 @@ def _opened(path: Path, *, owned: bool) -> BinaryIO:
         raise UserError(f"{path} cannot be read: {error}{fix}") from error
 
 
-def _scan(path: Path, file: BinaryIO, *, size: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Read all of `file` (`size` bytes, a multiple of 2).
-
-    Return the CRC-32 of each BLOCK bytes, the largest 16-bit value at each of the four places in every 8 bytes, and the
-    largest 32-bit value. Raises TrainerError if the file cannot be read to its end.
-    """
-    sums: list[int] = []
-    lanes: tuple[int, ...] = (0, 0, 0, 0)
-    largest = 0
-    for start in range(0, size, _CHUNK):
-        data = os.pread(file.fileno(), min(_CHUNK, size - start), start)
-        if len(data) != min(_CHUNK, size - start):
-            done = start + len(data)
-            raise TrainerError(f"{path}: {size} bytes were expected, but only {done} can be read; start again")
-        sums += (zlib.crc32(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK))
-        halves = np.frombuffer(data, dtype="<u2")
-        lanes = tuple(max(most, int(halves[lane::4].max(initial=0))) for lane, most in enumerate(lanes))
-        largest = max(largest, int(np.frombuffer(data, dtype="<u4", count=len(data) // 4).max(initial=0)))
-    return tuple(sums), lanes, largest
-
-
-def _dtype_of(path: Path, lanes: Sequence[int], *, size: int) -> str:
-    """Return whether the ids of a file without a sidecar are uint16 or uint32.
-
-    The upper halves of uint32 ids are 0 to 15, and they are every second 16-bit value of the file. In a file of uint16,
-    every second value is an id like its neighbours. Raises UserError if the values fit both, or look like 64-bit ids.
-    """
-    low, high = max(lanes[0::2]), max(lanes[1::2])
-    say = _say_dtype(path, size=size)
-    if size % 8 == 0 and size // 8 >= _TELLING and lanes[2] == lanes[3] == 0 < max(lanes):
-        raise UserError(
-            f"{path}: looks like ids of 64 bits (four bytes of every eight are 0), but only uint16 and uint32 are "
-            f"supported: numpy.fromfile(FILE, 'int64').astype('uint32').tofile('ids.bin'). If they are not, {say}"
-        )
-    if size % 4 or high > _UPPER or (high > 0 and low <= _UPPER):
-        return "uint16"
-    if high == low == 0 or size // 4 < _TELLING:
-        raise UserError(f"{path}: its {size} bytes could be 16-bit or 32-bit ids: {say}")
-    return "uint32"
-
-
-def _say_dtype(path: Path, *, size: int) -> str:
-    """Return the sentence that tells how to write the sidecar of a file of `size` bytes."""
-    wide = f", or uint32 and {size // 4}" if size % 4 == 0 else ""
-    return f'write {{"dtype": "uint16", "tokens": {size // 2}}}{wide}, into {sidecar_path(path)}'
-
-
 def write_tokens(
     path: Path,
     arrays: Iterable[Sequence[int] | np.ndarray],
@@ -278,27 +196,12 @@ def write_tokens(
     """Write a token file and its sidecar with the `stated` facts. If `arrays` raises, no file is left.
 
     Ids are below `vocabulary`; with `row_length` they are in rows of that length, and marked in their upper bits.
-    `summary` is called at the end for the sidecar's statistics.
-
-    Raises UserError if nothing can be written there, and TrainerError, with the free space, if the drive refuses.
+    `summary` is called at the end for the sidecar's statistics. Raises TrainerError, with the free space, if the drive
+    refuses, and UserError if nothing can be written there.
     """
     # the narrower one that holds the ids; rows have marks in the upper bits
     dtype: Any = np.dtype("<u4" if row_length or vocabulary > 1 << 16 else "<u2")
     folder, tokens, sums, block = path.parent, 0, list[int](), b""  # block: bytes not yet covered by a CRC-32
-
-    @contextlib.contextmanager
-    def told() -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            stack.close()  # remove the file first, so that the free space includes it
-            size, free = format_bytes(tokens * dtype.itemsize), format_bytes(shutil.disk_usage(folder).free)
-            raise TrainerError(
-                f"{folder}: tokens could not be written: {reason(error)}. They had {size}, at "
-                f"{dtype.itemsize} bytes a token, and there are {free} free now. Free more, or choose another "
-                "directory with data.cache=DIR"
-            ) from error
-
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -311,24 +214,29 @@ def write_tokens(
             raise UserError(
                 f"cannot write in {folder}: {error.strerror}; choose another directory with data.cache=DIR"
             ) from error
-        for ids in arrays:
-            data = memoryview(np.asarray(ids, dtype=dtype).tobytes())
-            tokens += len(ids)
-            block += data
-            with told():
+        try:
+            for ids in arrays:
+                data = memoryview(np.asarray(ids, dtype=dtype).tobytes())
+                tokens += len(ids)
+                block += data
                 while data:
                     data = data[file.write(data) :]
-            while len(block) >= BLOCK:
-                sums.append(zlib.crc32(block[:BLOCK]))
-                block = block[BLOCK:]
-        sums += [zlib.crc32(block)] if block else []  # one for each MiB
-        facts = _Sidecar(
-            dtype.name, tokens, vocabulary=vocabulary, row_length=row_length, summary=summary(), crc32=sums, **stated
-        )
-        fields = {name: value for name, value in asdict(facts).items() if value is not None and value is not False}
-        with told():
+                while len(block) >= BLOCK:
+                    sums.append(zlib.crc32(block[:BLOCK]))
+                    block = block[BLOCK:]
+            sums += [zlib.crc32(block)] if block else []  # one for each MiB
+            stated |= {"vocabulary": vocabulary, "row_length": row_length, "summary": summary(), "crc32": sums}
+            facts = asdict(_Sidecar(dtype.name, tokens, **stated))
+            fields = {name: value for name, value in facts.items() if value is not None and value is not False}
             os.fsync(file.fileno())
             _commit(path, made, (json.dumps(fields) + "\n").encode())
+        except OSError as error:
+            stack.close()  # remove the file first, so that the free space includes it
+            size, free = format_bytes(tokens * dtype.itemsize), format_bytes(shutil.disk_usage(folder).free)
+            raise TrainerError(
+                f"{folder}: tokens could not be written: {reason(error)}. They had {size}, at {dtype.itemsize} bytes a "
+                f"token, and there are {free} free now. Free more, or choose another directory with data.cache=DIR"
+            ) from error
 
 
 def _commit(path: Path, ids: Path, content: bytes) -> None:

@@ -2,13 +2,11 @@
 
 import hashlib
 import json
-import re
 import shutil
 import string
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -21,7 +19,6 @@ _FILES = (
     *("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt"),
 )
 _PROBE = "It's  the\n\n\tBEST of 12345 times, a.b--c: naïve 東京 🙂\u00a0(x) "
-_ONE_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # SentencePiece's tokens for single bytes that no other token covers
 BUILTIN_TOKENIZER = Path(__file__).parent / "builtin" / "tokenizer"
 
 
@@ -146,18 +143,3 @@ def document_marks(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[
     start = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)
     behind, eos = whole[start + len(bare) :], tokenizer.eos_token_id
     return whole[:start], behind if eos is None or behind[-1:] == [eos] else [*behind, eos]
-
-
-def text_bytes(tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> int | None:
-    """Return the UTF-8 bytes of the text of consecutive token ids, without special tokens such as the end of a turn.
-
-    Returns None if the text of one is not known (an unknown word, an invalid id). A character of several bytes that the
-    first or the last id of a byte-level tokenizer cuts counts 3 bytes, as the replacement character for it.
-    """
-    values, unknown = ids.tolist(), tokenizer.unk_token_id
-    tokens = tokenizer.convert_ids_to_tokens(values)
-    if None in tokens or (unknown != tokenizer.eos_token_id and unknown in values):
-        return None
-    words = [id_ for id_, token in zip(values, tokens, strict=True) if not _ONE_BYTE.fullmatch(token)]
-    text = tokenizer.decode(words, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return len(values) - len(words) + len(text.encode())

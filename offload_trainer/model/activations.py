@@ -1,15 +1,9 @@
 """Counting of activation memory in a model's forward and backward, for any architecture, on the meta device.
 
-    record allocations and releases in order, including dropout    (`AllocationTrace`)
-    repeat with twice the rows and twice the tokens                -> growth of each allocation
-    cut where blocks begin and where gradients arrive              -> memory over time in each part
-    (plan/shape.py)
-
-Meta tensors have no memory, so a count costs only operator dispatch: three passes over three blocks of each kind.
-Experts are counted as transformers groups them, one row for each token and chosen expert, regardless of the routing.
-
-Meta tensors have no values. Where code asks for one (is anything padded, are positions consecutive), the answer is that
-of usual rows; whether rows are packed is for the caller to say.
+Allocations and releases are recorded in order, and again with twice the rows and twice the tokens, which shows how each
+grows. Meta tensors have no memory, so a count costs only operator dispatch: three passes over three blocks of each
+kind. They have no values either: where code asks for one (is anything padded, are positions consecutive), the answer is
+that of usual rows. Experts are counted as transformers groups them, one row for each token and chosen expert.
 """
 
 from __future__ import annotations
@@ -466,10 +460,7 @@ class AllocationTrace(TorchDispatchMode):
     def __init__(
         self, given: Iterator[torch.Tensor], take: Callable[[], None], *, packed: bool, units: Mapping[int, str]
     ) -> None:
-        """Start with the tensors `given`; call `take` before each operation.
-
-        `packed`: rows hold several documents. `units`: the unit of each storage.
-        """
+        """Start with the tensors `given`; call `take` before each operation. `units`: the unit of each storage."""
         super().__init__()
         self.events: list[int] = []
         self.marks: list[tuple[str, int, int]] = []  # name, number, and the count of events before it

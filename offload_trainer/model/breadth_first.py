@@ -1,19 +1,9 @@
 """Run the micro-batches of a step breadth-first: all of them pass through a block before any enters the next block.
 
-    forward    block 0: micro-batch 3 2 1 0   block 1: 3 2 1 0   ...          each keeps its input (checkpointing)
-    backward   loss: 0 1 2 3   ...   block 1: 0 1 2 3   block 0: 0 1 2 3      each recomputes its block
-
 transformers' own forward runs for each micro-batch, in a separate thread that pauses inside each checkpointed block.
 Only one thread runs at a time, and the blocks are computed by the calling thread, because torch would start a team of
 threads for each thread that computes. The autograd graph is cut after each block; the cut keeps the gradient until it
 is the previous block's turn. docs/design_streaming.md says why every bit is that of one micro-batch after the other.
-
-Names and architectures do not tell which models can run so: some blocks feed all later ones. So `why_no_chain` runs a
-tiny model of the same kind both ways, and the gradients must have the same bits.
-
-With `Cuts` each rank of a pipeline computes its blocks only. In place of another block's output it has NaN, or what
-that block's rank sends if one of its own follows. If the forward takes the micro-batches in order, the first loss may
-begin while the last block computes the others.
 """
 
 from __future__ import annotations
@@ -54,7 +44,9 @@ class BreadthFirst:
         """Wrap the checkpointed blocks of `loss`; other forwards of the model are unchanged.
 
         `saving` returns a context for the threads that run parts of the forward: the caller's saved-tensor hooks.
-        `cuts` connects the ranks of a pipeline. `in_order`: the forward does not take the micro-batches in reverse.
+        `cuts` connects the ranks of a pipeline: each computes its blocks only, and in place of another block's output
+        has NaN, or what that block's rank sends if one of its own follows. `in_order`: the forward does not take the
+        micro-batches in reverse, so the first loss may begin while the last block computes the others.
         """
         self._loss, self._saving, self._cuts, self._in_order = loss, saving, cuts, in_order
         self._active: list[_MicroBatch] = []
@@ -208,10 +200,7 @@ class _MicroBatch:
         self._asked.put(None)
 
     def ask(self, module: nn.Module, call: Callable[[], Any], args: tuple[Any, ...], words: dict[str, Any]) -> Any:
-        """Pause until the calling thread has computed the block and resumes this micro-batch; return its output.
-
-        `args` and `words` are those of the block's checkpoint, which `call` runs.
-        """
+        """Pause until the calling thread has computed the block by `call` and resumes this; return its output."""
         function, self._hidden, *others = args if len(args) > 1 else (None, None)
         others += [words, getattr(function, "keywords", {})]
         passed_on = isinstance(self._hidden, torch.Tensor) and (not self.cuts or self._hidden is self._last)
@@ -356,6 +345,7 @@ def _last_cut(tensor: torch.Tensor) -> int:
 def why_no_chain(model: PreTrainedModel, *, pipeline: bool = False) -> str:
     """Return why micro-batches cannot pass through models like `model` block by block, or "" if they can.
 
+    Some blocks feed all later ones, which neither names nor architectures tell: a tiny model runs both ways.
     `pipeline`: different ranks compute the blocks, which must share nothing but hidden states.
     """
     name, text = type(model).__name__, model.config.get_text_config()
@@ -375,10 +365,7 @@ def why_no_chain(model: PreTrainedModel, *, pipeline: bool = False) -> str:
 
 
 def _equal_both_ways(tiny: PreTrainedModel) -> tuple[bool, bool]:
-    """Return whether micro-batches give the same gradients, to the last bit and in the same order, block by block.
-
-    Return also whether blocks share only hidden states.
-    """
+    """Return whether gradients have the same bits and order block by block, and blocks share only hidden states."""
     checkpoint_blocks(tiny, reentrant=False)
     loss = CausalLoss(tiny.train(), chunk=_CHUNK)
     rows = [random_ids(tiny, 1, _ROW + 1) for _ in range(_MICRO)]

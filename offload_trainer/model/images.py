@@ -2,9 +2,6 @@
 
 Some configurations stand for a causal language model and for an image-text model (Qwen3.5, Llama 4): with and without
 the parts that read images. Their `architectures` decide, which `settle_class` sets and exports keep.
-
-A run of the model on text alone (`model/activations.py`) shows which units text uses; the others are for images.
-Without such a run, they are those outside the language model that transformers' `get_decoder` returns.
 """
 
 import inspect
@@ -90,8 +87,9 @@ def image_parts(
 ) -> ImageParts:
     """Return the parts of `model` (on the meta device) that only images pass through.
 
-    `order`: the order in which text uses the units, if it is known. `patches`: the patches of a row's images. Raises
-    UserError if "auto" finds no size of an image in the configuration.
+    `order`: the order in which text uses the units; the others are for images. Without it they are those outside the
+    language model that transformers' `get_decoder` returns. `patches`: the patches of a row's images. Raises UserError
+    if "auto" finds no size of an image in the configuration.
     """
     units = _units(model, weights, order)
     blocks = {one.unit: model.get_submodule(one.unit) for one in weights if one.block and one.unit in units}

@@ -1,8 +1,4 @@
-"""Text generation with saved weights on the CPU.
-
-empty_model ── all weights set ─┐
-            └─ read_as_called ──┴─ generate ──> ids, one by one, with transformers' KV cache
-"""
+"""Text generation with saved weights on the CPU, which are all set in an empty model or read as modules are called."""
 
 import copy
 from collections.abc import Callable, Container
@@ -15,9 +11,9 @@ from transformers import GenerationConfig, LogitsProcessorList, TextStreamer
 from transformers.initialization import no_init_weights
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.model.checkpoint_mapping import config_in
 from offload_trainer.model.images import auto_class
 from offload_trainer.model.init_weights import parameters_without_memory, without_values
+from offload_trainer.model.pretrained import config_in
 
 _LIKELIEST = 50  # top_k for sampling
 

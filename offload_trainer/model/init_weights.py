@@ -1,12 +1,9 @@
-"""Draw random initial weights one block at a time, bit for bit as transformers does.
+"""Draw random initial weights one block at a time, bit for bit as transformers does on a CPU.
 
-    torch.manual_seed(seed); AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-on a CPU draws every weight twice: in the constructors, and in `init_weights`, which each inner transformers model calls
-at the end of its constructor. This module builds the model on the meta device and records the random operations. Then
-it repeats them phase by phase. The constructors' numbers are drawn and discarded. After that each unit (a block, or a
-module outside the blocks) gets memory, is initialised by the model's own code, is yielded, and is freed. The whole
-model is never in host memory, and the weights do not depend on their placement.
+transformers draws every weight twice: in the constructors, and in `init_weights`, which each inner model calls at the
+end of its constructor. This module builds the model on the meta device and records the random operations. Then it
+repeats them phase by phase: the constructors' numbers are drawn and discarded, and each unit (a block, or a module
+outside the blocks) gets memory, is initialised by the model's own code, is yielded, and is freed.
 """
 
 import copy

@@ -1,8 +1,5 @@
 """Resolution of a model name to its configuration, shape and weights, and construction of the module.
 
-    resolve_model(section, seed)  ->  ModelSource  ->  .build(dtype, context)   a module with unset weights
-                                                   ->  .weights()               (name, tensor), one at a time
-
 The code here is independent of the architecture; transformers provides all of them.
 """
 
@@ -24,13 +21,12 @@ from transformers.initialization import no_init_weights
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
+from offload_trainer.model import pretrained
 from offload_trainer.model.attention import repeat_keys_where_needed
-from offload_trainer.model.checkpoint_mapping import config_in, read_model_config, refuse_endless
 from offload_trainer.model.images import Patches, auto_class, settle_class, text_alone_requires_grads
 from offload_trainer.model.init_weights import initial_weights, meta_model, parameters_without_memory
 from offload_trainer.model.loss import CausalLoss, adds_router_loss
 from offload_trainer.model.presets import PRESETS, local_directory
-from offload_trainer.model.pretrained import OpenedWeights, opened_weights, persistent_buffers
 from offload_trainer.model.probes.rows import refuse_crossing
 from offload_trainer.model.shape import block_names, model_shape
 from offload_trainer.plan.planner import checkpointed_blocks
@@ -152,16 +148,16 @@ class ModelSource:
         with self.opened() as found:
             yield from found.weights()
 
-    def opened(self) -> AbstractContextManager[OpenedWeights]:
+    def opened(self) -> AbstractContextManager[pretrained.OpenedWeights]:
         """Open weights that are read from files, for access by name, any number of times."""
         assert self.directory is not None
-        return opened_weights(self.directory, self.meta())
+        return pretrained.opened_weights(self.directory, self.meta())
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers as transformers computes them, or as they are saved with the weights."""
         model = self._module(parameters_without_memory())
         computed = dict(model.named_buffers())
-        if not self.random and self.directory is not None and persistent_buffers(model):
+        if not self.random and self.directory is not None and pretrained.persistent_buffers(model):
             with self.opened() as found:
                 computed |= dict(found.each(found.buffers))
         return computed
@@ -196,7 +192,7 @@ def resolve_model(
     if directory is None:
         config = AutoConfig.for_model(**PRESETS[section.name])
     else:
-        config = config_in(directory, trust_remote_code=section.trust_remote_code)
+        config = pretrained.config_in(directory, trust_remote_code=section.trust_remote_code)
     random = directory is None or section.random_init
     if section.overrides and not random:
         raise UserError("model.overrides changes the shape, so it needs random weights: add --scratch")
@@ -207,7 +203,7 @@ def resolve_model(
         raise UserError(f"model.overrides: {type(config).__name__} has no {listing}")
     for key, value in section.overrides.items():
         setattr(config, key, value)
-    refuse_endless(config.to_dict(), section.name)
+    pretrained.refuse_endless(config.to_dict(), section.name)
     images = settle_class(config, image_patches=image_patches)
     try:
         # None: transformers uses SDPA, or eager attention for a model that does not support SDPA.
@@ -234,7 +230,7 @@ def resolve_model(
         for name in _BESIDE:
             if (directory / name).exists():
                 read_back(directory / name, dict[str, Any], links=True, fix="Correct it, or move it away")
-        with opened_weights(directory, model) as found:
+        with pretrained.opened_weights(directory, model) as found:
             notes = found.notes
     shape = model_shape(model, section, packed=packed, image_patches=image_patches if images else 0)
     return ModelSource(
@@ -272,7 +268,7 @@ def write_config(config: Any, directory: Path, *, source: Path | None = None) ->
     values = _content(config)
     if source:
         before = _content(type(config).from_pretrained(source))
-        given = read_model_config(source).items()
+        given = pretrained.read_model_config(source).items()
         values |= {k: value for k, value in given if before.get(k) == values.get(k) and k not in _OF_WEIGHTS}
     write_text(directory / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
 
@@ -324,6 +320,6 @@ def save_model_config(source: ModelSource, directory: Path, *, dtype: torch.dtyp
         for name in (*_BESIDE, *(_OF_PROCESSOR if reads_images else ())):
             if (source.directory / name).is_file():
                 shutil.copyfile(source.directory / name, directory / name)
-    if kept := persistent_buffers(model):
+    if kept := pretrained.persistent_buffers(model):
         held = source.buffers()
         save_file({name: held[name].contiguous() for name in kept}, directory / BUFFERS)

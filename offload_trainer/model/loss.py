@@ -2,8 +2,7 @@
 
 The body runs once. Then the model's own forward runs for each chunk, with the body replaced by a module that returns
 the chunk's hidden states, so what an architecture does after its head (soft-capping, scaling) is transformers' code.
-With several chunks each is recomputed in the backward, so only one chunk's logits exist at a time. If a head needs more
-than the last hidden states, the model runs unchanged with all of its logits.
+With several chunks each is recomputed in the backward, so only one chunk's logits exist at a time.
 """
 
 from collections.abc import Iterator
@@ -53,10 +52,7 @@ def body_of(model: PreTrainedModel) -> str | None:
 
 
 def head_needs_only_hidden_states(model: PreTrainedModel) -> bool:
-    """Return whether the head of `model` (on the meta device) needs nothing but the last hidden states.
-
-    A model that cannot run on meta tensors is assumed to need nothing else.
-    """
+    """Return whether the head of `model` (on the meta device) needs only the last hidden states, if that is known."""
     if body_of(model) is None:
         return False
     ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")
@@ -91,10 +87,7 @@ class CausalLoss(nn.Module):
     """
 
     def __init__(self, model: PreTrainedModel, *, chunk: int, whole: bool = False) -> None:
-        """Wrap `model`; `chunk` is in tokens.
-
-        `whole` computes all logits together, for a head that needs more than the last hidden states.
-        """
+        """Wrap `model`. `chunk` is in tokens; `whole` computes all logits together, for a head that needs more."""
         super().__init__()
         if getattr(model.config, "z_loss_coefficient", None):
             raise UserError("z_loss_coefficient adds a loss of the logits' size that is not trained here: set it to 0")

@@ -21,7 +21,6 @@ import torch
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.run_data import RunData
 from offload_trainer.data.stream import POINTS
-from offload_trainer.data.tokenizer import text_bytes
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.errors import UserError
@@ -212,7 +211,6 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         engine=engine,
         train_rows=rows(data.tokens, rows=data.split.train, seed=train.seed, shuffle=shuffles),
         validation_rows=rows(data.held_out, rows=data.split.validation) if data.split.validation else None,
-        text_bytes=partial(text_bytes, data.spec.tokenizer),
         clock=clock,
         telemetry=telemetry,
         say=setup.log.say,

@@ -30,9 +30,17 @@ import torch
 from safetensors import safe_open
 
 from offload_trainer.errors import TrainerError, UserError, reason
-from offload_trainer.model.checkpoint_mapping import Group, as_they_are, model_in, read_model_config, saved_groups
 from offload_trainer.model.loader import BUFFERS
-from offload_trainer.model.pretrained import INDEX, ShardIndex, opened_weights
+from offload_trainer.model.pretrained import (
+    INDEX,
+    Group,
+    ShardIndex,
+    as_they_are,
+    model_in,
+    opened_weights,
+    read_model_config,
+    saved_groups,
+)
 from offload_trainer.offloading.pages.manifest import DESCRIPTION
 from offload_trainer.plan.shape import Weight
 from offload_trainer.run.checkpoint import (

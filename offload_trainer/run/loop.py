@@ -13,10 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from offload_trainer.config import OptimSection, TrainSection
-from offload_trainer.data.rows import IGNORED, Batch, RowReader
+from offload_trainer.data.rows import Batch, RowReader
 from offload_trainer.engine.protocol import Engine, StepResult
 from offload_trainer.errors import GpuFull, TrainerError, fills_gpu
 from offload_trainer.ranks import all_gather_json, everybody, place_here, wait_for_all
@@ -73,7 +71,6 @@ class Job:
     engine: Engine
     train_rows: RowReader
     validation_rows: RowReader | None
-    text_bytes: Callable[[torch.Tensor], int | None]  # bytes of text of some token ids; None: not known
     clock: PhaseClock
     telemetry: Telemetry | None  # rank 0 only
     say: Callable[[str], None]
@@ -322,20 +319,18 @@ def _evaluate(job: Job, step: int) -> None:
     if job.validation_rows is None:
         return
     job.unvalidated = step
-    total, targets, size = 0.0, [], job.train.micro_batch_size
+    total, counted, size = 0.0, 0, job.train.micro_batch_size
     for batch in job.validation_rows.validation_batches(micro_batch=size, limit=job.train.eval_rows):
         total += job.engine.eval_loss(batch) * batch.counted
-        targets.append(batch.targets[batch.targets != IGNORED])
+        counted += batch.counted
     job.unvalidated = 0
-    predicted = torch.cat(targets) if targets else torch.empty(0)
-    if not predicted.numel() or not job.telemetry:
+    if not counted or not job.telemetry:
         return
-    loss, text_bytes = total / predicted.numel(), job.text_bytes(predicted)
+    loss = total / counted
     job.telemetry.evaluation(
         EvalRecord(
             step=step,
             validation_loss=loss,
             perplexity=math.inf if loss > _LARGEST_EXPONENT else math.exp(loss),
-            bits_per_byte=loss * predicted.numel() / math.log(2) / text_bytes if text_bytes else None,
         )
     )

@@ -54,8 +54,6 @@ class EvalRecord:
     step: Steps  # steps done before the validation
     validation_loss: Number | None  # mean over the validation tokens, in nats
     perplexity: Number | None
-    # bits to code one byte of the text, comparable between tokenizers; None if the bytes of the tokens are unknown
-    bits_per_byte: Number | None
 
     to_json = _to_json
 

@@ -139,7 +139,6 @@ def results(rows: Sequence[StepRecord], evaluations: Sequence[EvalRecord]) -> di
         "tokens": last.tokens,
         "training loss": last.loss,
         "validation loss": evaluation.validation_loss if evaluation else None,
-        "bits a byte": evaluation.bits_per_byte if evaluation else None,
         "a step": median(row.seconds for row in counted),
         **{f"a step, {name}": took or None for name, took in median_phases(rows).items()},
         "a step, update hidden": median(row.hidden for row in counted) or None,
@@ -154,7 +153,7 @@ def results(rows: Sequence[StepRecord], evaluations: Sequence[EvalRecord]) -> di
 
 _FORMATS: dict[str, Callable[[Any], str]] = {
     **dict.fromkeys(("tokens a step", "tokens", "tokens a second"), format_count),
-    **dict.fromkeys(("training loss", "validation loss", "bits a byte"), "{:.4f}".format),
+    **dict.fromkeys(("training loss", "validation loss"), "{:.4f}".format),
     **dict.fromkeys(("host memory, peak", "GPU memory, peak", "on drives", "written to drives, a step"), format_bytes),
     "MFU": "{:.1%}".format,
 }

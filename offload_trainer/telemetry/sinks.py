@@ -106,10 +106,9 @@ class Telemetry:
 
     def evaluation(self, record: EvalRecord) -> None:
         self._evaluations.write(record.to_json())
-        bits = "" if record.bits_per_byte is None else f"  {_four_digits(record.bits_per_byte)} bits/byte"
         self._screen.say(
             f"validation after step {record.step}: loss {_four_digits(record.validation_loss)}"
-            f"  perplexity {'-' if record.perplexity is None else f'{record.perplexity:.5g}'}{bits}"
+            f"  perplexity {'-' if record.perplexity is None else f'{record.perplexity:.5g}'}"
         )
         if self._trackers is not None:
             self._trackers.put("validation", record)

@@ -14,12 +14,11 @@ import pytest
 from sample_chats import TEMPLATE, chat_tokenizer, lines, message, prepared, run_data, token_spec, turns
 
 from offload_trainer.data import loss_mask
-from offload_trainer.data.conversations import example_of
+from offload_trainer.data.documents import example_of
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded, training_variant
 from offload_trainer.data.packing import RowEncoder
-from offload_trainer.data.rows import IGNORED, RowReader, first_row, padding_of, split_rows
+from offload_trainer.data.rows import IGNORED, RowReader, first_row, padding_of
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED, TokenFile, write_tokens
-from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import UserError
 
 MARKED = (
@@ -244,20 +243,6 @@ def test_answers_with_the_end_of_a_turn_in_them_and_those_that_are_not_to_be_lea
     first = [message("assistant", "no", weight=0) if n == 2 else one for n, one in enumerate(TALK)]
     for form, record in (("chat", {"messages": first}), ("pairs", {"prompt": TALK[:4], "completion": TALK[4:]})):
         assert learned(encoded(record, form=form, template=template)) == [" due <end>"]
-
-
-def test_a_tokenizer_without_a_template_gets_a_plain_one(tmp_path: Path) -> None:
-    file = tmp_path / "chat.jsonl"
-    file.write_text(json.dumps({"messages": TALK[1:]}) + "\n")
-    tokenizer, said = load_tokenizer("builtin"), []
-    tokens = prepared(file, tokenizer=tokenizer, vocabulary=2048, say=said.append)
-    row = tokens.read(0, 64)
-    text = tokenizer.decode([id_ & IDS for id_ in row.tolist()])
-    expected = "User: One?\nAssistant: Uno é.\n\nSì.<|endoftext|>\nUser: Two? Uno\nAssistant:  due <|endoftext|>\n"
-    assert text.removeprefix(expected).replace("<|endoftext|>", "") == ""
-    kept = tokenizer.decode([id_ & IDS for id_ in row.tolist() if not id_ & NOT_LEARNED])
-    assert kept == " Uno é.\n\nSì.<|endoftext|>  due <|endoftext|>"
-    assert any("no chat template" in line for line in said)
 
 
 # -- generation marks, and the templates that trl knows ----------------------------------------------------------------
@@ -588,23 +573,6 @@ def test_conversations_of_a_packed_row_have_their_own_positions_and_targets(tmp_
     assert batch.targets.tolist() == [[*range(21, 25), IGNORED, *range(31, 34), *[IGNORED] * 4]]
     assert batch.positions is not None
     assert batch.positions.tolist() == [[*range(5), *range(4), *range(3)]]
-
-
-def test_targets_are_the_answers_tokens(tmp_path: Path) -> None:
-    """Targets of every row are transformers' answer tokens, also when rows are read again from the cache."""
-    talks = [TALK, TALK[1:3], TALK[:3]]
-    file = tmp_path / "chat.jsonl"
-    file.write_text(lines({"messages": talk} for talk in talks))
-    for _ in range(2):
-        tokens = prepared(file, seq_len=80)
-        split = split_rows(len(tokens), seq_len=80, validation=0)
-        rows = RowReader(tokens, seq_len=80, rows=split.train, vocabulary=300).rows_at([0, 1, 2])
-        for inputs, targets, talk in zip(rows.inputs.tolist(), rows.targets.tolist(), talks, strict=True):
-            ids, counted = by_transformers(talk)
-            assert inputs[: len(ids)] == ids
-            expected = [id_ if one else IGNORED for id_, one in zip(ids, counted, strict=True)][1:]
-            assert targets == expected + [IGNORED] * (80 - len(expected))
-    assert tokens.summary.startswith("3 conversations, ")
 
 
 def test_a_file_of_rows_is_for_the_settings_that_it_was_made_with(tmp_path: Path) -> None:

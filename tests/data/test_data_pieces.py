@@ -1,8 +1,9 @@
-"""Tests of chunked tokenisation: chunks are bounded and join to the text, and their ids are those of the whole text."""
+"""Tests of tokenizers, and of chunked tokenisation, whose ids are those of the whole text."""
 
 from __future__ import annotations
 
 import json
+import random
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,13 +14,13 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from offload_trainer.data import packing
-from offload_trainer.data.conversations import example_of
+from offload_trainer.data.documents import example_of
 from offload_trainer.data.loss_mask import AnswerEncoder
 from offload_trainer.data.packing import DocumentEncoder
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.stream import StreamedTokens
-from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
+from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
 from offload_trainer.errors import UserError
 
 CORPUS = BUILTIN_CORPUS.read_text("utf-8")[:60_000]
@@ -125,14 +126,11 @@ CONVENTIONS: dict[str, tuple[str, list[str], list[str], str | None, str | None]]
     "Llama 2 with add_eos_token": ("as in Llama 2", ["<s>"], ["</s>"], "<s>", "</s>"),
     "Llama 3": ("words as in Llama 3", ["<|begin_of_text|>"], [], "<|begin_of_text|>", "<|end_of_text|>"),
     "Mistral": ("Metaspace before the first word", ["<s>"], [], "<s>", "</s>"),
-    "Mistral's tekken": ("byte level", ["<s>"], [], "<s>", "</s>"),
     "Gemma": ("Metaspace", ["<bos>"], [], "<bos>", "<eos>"),
-    "DeepSeek": ("byte level", ["<begin▁of▁sentence>"], [], "<begin▁of▁sentence>", "<end▁of▁sentence>"),
     "Command-R": ("byte level", ["<BOS_TOKEN>"], [], "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"),
     "GPT-2": ("byte level", [], [], "<|endoftext|>", "<|endoftext|>"),
     "OPT": ("byte level", ["</s>"], [], "</s>", "</s>"),
     "Qwen": ("byte level", [], [], None, "<|im_end|>"),
-    "SmolLM": ("byte level", [], [], "<|im_start|>", "<|im_end|>"),
     "GLM-4": ("byte level", ["[gMASK]", "<sop>"], [], None, "<|endoftext|>"),
     "T5": ("Unigram", [], ["</s>"], None, "</s>"),
     "RoBERTa": ("byte level", ["<s>"], ["</s>"], "<s>", "</s>"),
@@ -249,13 +247,67 @@ def test_packed_documents_begin_with_their_marks(tmp_path: Path) -> None:
         run_data(path, vocabulary=4000, seq_len=4, packing="on", tokenizer=str(tmp_path / "opt"))
 
 
-def test_a_cache_of_other_marks_is_not_read(tmp_path: Path) -> None:
-    """Tokenizers that differ in their marks alone have different fingerprints, also those without a tokenizer.json."""
-    path = tmp_path / "a.txt"
-    path.write_text("one two")
-    names = ("Llama 2", "Llama 2 with add_eos_token")
-    first, second = (prepared(path, tokenizer=Marked.of(name).tokenizer, vocabulary=4000) for name in names)
-    assert first.path != second.path
+def test_tokenizers_that_differ_in_their_marks_alone_have_different_fingerprints() -> None:
+    """So their token files in a cache differ. This includes those without a tokenizer.json."""
+    first, second = (Marked.of(name).tokenizer for name in ("Llama 2", "Llama 2 with add_eos_token"))
+    assert tokenizer_fingerprint(first) != tokenizer_fingerprint(second)
     other = ByT5Tokenizer()
     other.build_inputs_with_special_tokens = lambda ids, _=None: [5, *ids]
     assert tokenizer_fingerprint(other) != tokenizer_fingerprint(ByT5Tokenizer())
+
+
+# -- tokenizers -----------------------------------------------------------------------------------------------------
+
+
+def small_tokenizer(words: dict[str, int]) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel(words, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def test_the_builtin_tokenizer_encodes_any_text(
+    seed: int, recwarn: pytest.WarningsRecorder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading it needs no network and warns of nothing."""
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("reached for the network"))
+    draw = random.Random(seed)
+    tokenizer = load_tokenizer("builtin")
+    assert not recwarn.list
+    assert capsys.readouterr() == ("", "")
+    assert len(tokenizer) == vocabulary_size(tokenizer) == 2048
+    assert tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|endoftext|>") == 0
+    drawn = draw.randbytes(4000).decode("utf-8", errors="replace")
+    drawn += "".join(chr(draw.choice([draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)])) for _ in range(500))
+    for text in (BUILTIN_CORPUS.read_text("utf-8"), drawn):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer(text)["input_ids"] == ids
+        assert 0 < min(ids) <= max(ids) < 2048
+        assert tokenizer.decode(ids) == text
+
+
+def test_the_fingerprint_tells_tokenizers_apart_and_ignores_call_settings() -> None:
+    one = small_tokenizer({"?": 0, "a": 1, "b": 2})
+    fingerprint = tokenizer_fingerprint(one)
+    assert fingerprint == tokenizer_fingerprint(small_tokenizer({"?": 0, "a": 1, "b": 2}))
+    assert fingerprint != tokenizer_fingerprint(small_tokenizer({"?": 0, "b": 1, "a": 2}))
+    one(["a b a"], truncation=True, max_length=2)
+    assert one.backend_tokenizer.truncation is not None
+    assert tokenizer_fingerprint(one) == fingerprint
+    assert vocabulary_size(small_tokenizer({"?": 0, "a": 9})) == 10  # the ids between them count
+
+
+def test_a_name_without_a_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError("We couldn't connect to the hub\nand more")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"model_type": "gpt2", "vocab_size": 50257}')
+    for name, told in (
+        (tmp_path, r"holds no tokenizer.*data\.tokenizer=builtin"),
+        (tmp_path / "model", "holds no tokenizer"),
+        (tmp_path / "gone", "no such directory"),
+        ("someone/model", r"someone/model is no directory here.*couldn't connect to the hub\).*network"),
+    ):
+        with pytest.raises(UserError, match=told):
+            load_tokenizer(str(name))

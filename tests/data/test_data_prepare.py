@@ -4,22 +4,19 @@ import errno
 import json
 import os
 import re
-import time
 import zlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import sample_chats
-from seen_calls import calls_of
+from seen_calls import calls_of, run_before
 
 from offload_trainer.data import documents, packing, tokenfile
-from offload_trainer.data import run_data as preparing
-from offload_trainer.data.rows import RowReader, TokenShards
+from offload_trainer.data.rows import RowReader
 from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.data.tokenfile import IDS, TokenFile, cached, sidecar_path, write_tokens
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -55,11 +52,8 @@ def leftovers(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_token_files_of_other_users_are_not_used(
-    source: Path, encoded: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files in a shared cache, also those of checksums, are not used if another user owns them or may change them."""
-    monkeypatch.setattr(preparing, "_SETTLED_NS", 0)  # else the hash of a text that was just written is not kept
+def test_token_files_of_other_users_are_not_used(source: Path, encoded: list[bool], tmp_path: Path) -> None:
+    """Files in a shared cache are not used if another user owns them or may change them."""
     cache = tmp_path / "shared"
     cache.mkdir()
     cache.chmod(0o1777)
@@ -69,8 +63,7 @@ def test_token_files_of_other_users_are_not_used(
     finally:
         os.umask(before)
     path, sidecar = made.path, sidecar_path(made.path)
-    (memory,) = cache.glob("*.sums.json")
-    assert {file.stat().st_mode & 0o777 for file in (path, sidecar, memory)} == {0o644}
+    assert {file.stat().st_mode & 0o777 for file in (path, sidecar)} == {0o644}
     encoded.clear()
     for name in (path, sidecar):
         name.chmod(0o664)
@@ -90,11 +83,6 @@ def test_token_files_of_other_users_are_not_used(
                 prepared(source, cache=cache)
             os.chown(name, 0, 0)
     assert not encoded
-    known = {path: ["00" * 16, state] for path, (_, state) in json.loads(memory.read_text()).items()}
-    memory.write_text(json.dumps(known))
-    memory.chmod(0o666)  # its checksums are not used, else the text would be taken for another
-    assert prepared(source, cache=cache).path == made.path
-    assert json.loads(memory.read_text()).keys() == known.keys()
 
 
 def test_documents_become_their_tokens_with_end_of_text_behind_each(tmp_path: Path, source: Path) -> None:
@@ -115,41 +103,15 @@ def test_documents_become_their_tokens_with_end_of_text_behind_each(tmp_path: Pa
     assert len(leftovers(tmp_path / "cache")) == 2
 
 
-def test_an_unchanged_text_is_not_read_again(
-    tmp_path: Path, source: Path, encoded: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A text is tokenized once. It is read again if it may have changed: it was just written, touched, or the memory of
-    its checksum is damaged. One of the same name, size and time gives its own tokens.
-    """
-    read = calls_of(monkeypatch.setattr, preparing, "open_given")
-    now = [source.stat().st_ctime_ns + 10**9]
-    monkeypatch.setattr(preparing, "time", SimpleNamespace(time_ns=lambda: now[0], monotonic=time.monotonic))
-
-    def again() -> int:
-        """Return how often the text was read."""
-        read.clear()
+def test_a_text_is_tokenized_once_and_a_changed_one_again(tmp_path: Path, source: Path, encoded: list[bool]) -> None:
+    """One of the same name, size and time gives its own tokens."""
+    for word, times in (("rain", 1), ("rain", 1), ("hail", 2)):
+        before = source.stat()
+        source.write_text(TEXT.replace("rain", word))
+        os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
         tokens = prepared(source, cache=tmp_path / "cache")
         assert tokens.read(0, len(tokens)).tolist() == ids_of(source.read_text())
-        return len(read)
-
-    assert [again(), again()] == [2, 1]  # a text that was just written may change again within one tick of the clock
-    now[0] += 10**10
-    assert [again(), again()] == [1, 0]
-    (memory,) = (tmp_path / "cache").glob("*.sums.json")
-    for damaged in ("{", "[]", '{"x": 1}', json.dumps({str(source): [5, []]})):
-        memory.write_text(damaged)
-        assert again() == 1
-    os.utime(source, ns=(time.time_ns(), source.stat().st_mtime_ns + 1))
-    assert again() == 1
-    assert len(encoded) == 1
-    for place, word in ((source, "hail"), (tmp_path / "new", "mist")):  # written over, and another file of its name
-        before = source.stat()
-        place.write_text(TEXT.replace("rain", word))
-        os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
-        place.rename(source)
-        assert (source.stat().st_size, source.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-        assert again() == 1
-    assert len(encoded) == 3
+        assert len(encoded) == times
 
 
 def test_a_kill_before_the_sidecar_leaves_nothing_and_is_redone(
@@ -228,15 +190,10 @@ def test_sizes_that_do_not_match_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.bin"
     write_tokens(path, [[1, 2, 3]], vocabulary=9)
     whole = path.read_bytes()
-    path.write_bytes(whole[:-2])
-    with pytest.raises(UserError, match=r"says 3 uint16 ids.*holds 2"):
-        TokenFile.open(path)
-    path.write_bytes(whole[:-1])
-    with pytest.raises(UserError, match=r"5 bytes are not"):
-        TokenFile.open(path)
-    path.write_bytes(b"")
-    with pytest.raises(UserError, match=r"0 bytes are not"):
-        TokenFile.open(path)
+    for size, told in ((4, r"says 3 uint16 ids.*holds 2"), (5, r"5 bytes are not"), (0, r"0 bytes are not")):
+        path.write_bytes(whole[:size])
+        with pytest.raises(UserError, match=told):
+            TokenFile.open(path)
     sidecar_path(path).write_text('{"dtype": "float32", "tokens": 1}')
     with pytest.raises(UserError, match="'uint16' or 'uint32'"):
         TokenFile.open(path)
@@ -267,11 +224,7 @@ def test_the_ids_that_occur_decide_whether_the_model_has_them(field: str, way: s
 
 
 def test_a_text_that_grows_meanwhile_is_refused(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def growing(path: Path, file: Any) -> Any:
-        path.write_text(TEXT + "more")
-        yield from documents.text_blocks(path, file)
-
-    monkeypatch.setattr(packing, "text_blocks", growing)
+    run_before(monkeypatch.setattr, documents, "text_blocks", lambda path, _: path.write_text(TEXT + "more"))
     with pytest.raises(TrainerError, match="changed while"):
         prepared(source, cache=tmp_path / "cache")
     assert not [name for name in leftovers(tmp_path / "cache") if ".bin" in name]
@@ -307,132 +260,71 @@ def draw(count: int, *, below: int, seed: int = 0) -> np.ndarray:
     return (np.random.default_rng(seed).zipf(1.3, count) - 1) % below
 
 
-# -- which width -----------------------------------------------------------------------------------------------------
+def raw(path: Path, ids: Any, dtype: str = "uint16") -> Path:
+    """Write ids as others do, with the least that a sidecar may say."""
+    np.asarray(ids).astype(dtype).tofile(path)
+    sidecar_path(path).write_text(json.dumps({"dtype": dtype, "tokens": len(ids)}))
+    return path
 
 
-@pytest.mark.parametrize("vocabulary", [4, 20, 65, 2048, 50257, 65536])
-def test_nanogpts_files_are_read_as_uint16(vocabulary: int, tmp_path: Path, encoded: list[bool]) -> None:
-    """They need no sidecar, also with a vocabulary of a few ids, and with an even or odd number of ids."""
-    path, said = tmp_path / "t.bin", list[str]()
-    ids = draw(4001, below=vocabulary)
-    ids[:vocabulary] = np.arange(min(vocabulary, len(ids)))
-    for count in (4000, 4001):
-        ids[:count].astype("<u2").tofile(path)
-        tokens = from_file(path, say=said.append)
-        assert tokens.read(0, count).tolist() == ids[:count].tolist()
-    assert said == [f"{path}: no sidecar: read as uint16, as nanoGPT writes them"] * 2
+def test_raw_ids_are_read_as_wide_as_their_sidecar_says(tmp_path: Path, encoded: list[bool]) -> None:
+    """The message about a missing sidecar shows one that can be read."""
+    path, ids = tmp_path / "t.bin", draw(4001, below=50257)
+    ids[:4000].astype("<u2").tofile(path)
+    with pytest.raises(UserError, match="does not say how wide its ids are") as error:
+        from_file(path)
+    narrow, said, wide = re.findall(
+        r'write ({.*?}) into (\S+); for those of 32 bits "uint32" and (\d+)', str(error.value)
+    )[0]
+    assert said == str(sidecar_path(path))
+    sidecar_path(path).write_text(narrow)
+    assert from_file(path).read(0, 4000).tolist() == ids[:4000].tolist()
+    sidecar_path(path).write_text(json.dumps({"dtype": "uint32", "tokens": int(wide)}))
+    assert TokenFile.open(path).read(0, 2000).tolist() == (ids[:4000:2] + 65536 * ids[1:4000:2]).tolist()
+    for dtype in ("uint16", "uint32"):
+        assert from_file(raw(path, ids, dtype)).read(0, 4001).tolist() == ids.tolist()
     assert not encoded
     with pytest.raises(UserError, match=f"holds ids up to {ids.max()}, but the model only has ids below {ids.max()}"):
         from_file(path, vocabulary=int(ids.max()))
 
 
-@pytest.mark.parametrize("vocabulary", [10, 2048, 50257, 128_256, 151_936, 262_144])
-def test_uint32_without_a_sidecar_is_recognised(vocabulary: int, tmp_path: Path) -> None:
-    ids = draw(4001, below=vocabulary)
-    ids.astype("<u4").tofile(tmp_path / "t.bin")
-    tokens = TokenFile.open(tmp_path / "t.bin")
-    assert tokens.read(0, len(tokens)).tolist() == ids.tolist()
-    assert tokens.largest_id() == ids.max()
-    assert "read as uint32" in str(tokens.assumed)
-
-
-def test_what_may_be_either_needs_the_sidecar_that_the_message_shows(tmp_path: Path) -> None:
-    path = tmp_path / "t.bin"
-    for ids in ([70, 0, 80, 0], [0] * 400):
-        np.array(ids, dtype="<u2").tofile(path)
-        sidecar_path(path).unlink(missing_ok=True)
-        with pytest.raises(UserError, match="16-bit or 32-bit ids") as error:
-            from_file(path)
-        narrow, count, said = re.findall(r"({.*?}), or uint32 and (\d+), into (\S+)", str(error.value))[0]
-        assert said == str(sidecar_path(path))
-        sidecar_path(path).write_text(narrow)
-        assert from_file(path).read(0, len(ids)).tolist() == ids
-        sidecar_path(path).write_text(json.dumps({"dtype": "uint32", "tokens": int(count)}))
-        assert from_file(path).read(0, int(count)).tolist() == ids[::2]
-
-
-def test_other_formats_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "t.bin"
-    ids = draw(4000, below=50257)
-    ids.astype("<i8").tofile(path)
-    with pytest.raises(UserError, match="64 bits"):
-        TokenFile.open(path)
-    with path.open("wb") as file:
-        np.save(file, ids.astype("<u2"))
-    with pytest.raises(UserError, match=r"not raw ids, but a file of NumPy"):
-        TokenFile.open(path)
-    header = np.zeros(256, dtype="<i4")
-    header[0] = 20240520
-    path.write_bytes(header.tobytes() + ids.astype("<u2").tobytes())
-    with pytest.raises(UserError, match=r"tail -c \+1025 FILE > ids\.bin for llm\.c's"):
-        TokenFile.open(path)
-    path.write_bytes(path.read_bytes()[1024:])
-    assert TokenFile.open(path).read(0, 4000).tolist() == ids.tolist()
-
-
-# -- that a file changes ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sidecar", [False, True])
-def test_a_file_without_checksums_gets_them(sidecar: bool, tmp_path: Path) -> None:
+def test_a_file_without_checksums_gets_them(tmp_path: Path) -> None:
     """A changed file has another identity in the next run, and is an error within a run."""
-    path = tmp_path / "t.bin"
-    ids = draw(1_200_000, below=50257).astype("<u2")
-    ids.tofile(path)
-    if sidecar:
-        sidecar_path(path).write_text(json.dumps({"dtype": "uint16", "tokens": len(ids)}))
+    ids = draw(1_200_000, below=50257)
+    path = raw(tmp_path / "t.bin", ids)
     first, again = TokenFile.open(path), TokenFile.open(path)
     assert len(first.sums) == 3
     assert first.sums == again.sums
     ids[1_000_000] ^= 1
-    ids.tofile(path)
-    assert TokenFile.open(path).sums != first.sums
+    assert TokenFile.open(raw(path, ids)).sums != first.sums
     first.read(0, 1000)
-    with pytest.raises(TrainerError, match="has changed since the run opened it"):
+    with pytest.raises(TrainerError, match=r"the block at byte 1048576 differs .*; restore it"):
         first.read(1_000_000, 1)
 
 
 # -- several ---------------------------------------------------------------------------------------------------------
 
 
-def test_shards_are_read_as_one_file(tmp_path: Path) -> None:
-    """Shards of odd sizes, one with a single id, read as one file; rows cross their borders."""
-    ids = draw(1000, below=2048)
-    paths = []
-    for number, (start, end) in enumerate([(0, 333), (333, 334), (334, 1000)]):
-        paths.append(tmp_path / f"{number}.bin")
-        ids[start:end].astype("<u2").tofile(paths[-1])
-    ids.astype("<u2").tofile(tmp_path / "whole.bin")
-    shards, whole = from_file(*paths), from_file(tmp_path / "whole.bin")
-    assert isinstance(shards, TokenShards)
-    assert len(shards) == len(whole) == 1000
-    for start, count in ((0, 1000), (330, 8), (333, 1), (999, 1), (400, 100), (5, 0)):
-        assert shards.read(start, count).tolist() == ids[start : start + count].tolist()
-    rows = [
-        RowReader(tokens, seq_len=7, rows=range(142), vocabulary=2048).rows_at([0, 47, 141])
-        for tokens in (shards, whole)
-    ]
-    assert (rows[0].targets == rows[1].targets).all()
-    assert from_file(*reversed(paths)).sums != shards.sums
-    with pytest.raises(TrainerError, match=r"0\.bin and 2 more: row 47 holds id"):
-        RowReader(shards, seq_len=7, rows=range(142), vocabulary=1).rows_at([47])
-
-
-def test_shards_of_different_kinds_are_refused(tmp_path: Path) -> None:
-    fingerprint = tokenizer_fingerprint(TOKENIZER)
-    for name, vocabulary in (("a", 2048), ("b", 2048), ("c", 70000), ("d", 2049)):
-        write_tokens(tmp_path / f"{name}.bin", [[1, 2, 3]], tokenizer=fingerprint, vocabulary=vocabulary)
-    a, b, c, d = (tmp_path / f"{name}.bin" for name in "abcd")
-    both = from_file(a, b)
-    assert (both.tokenizer, len(both)) == (fingerprint, 6)
-    with pytest.raises(UserError, match=r"dtype is uint16 in .*a\.bin, uint32 in .*c\.bin"):
-        from_file(a, c)
-    with pytest.raises(UserError, match=r"vocabulary is 2048 in .*, 2049 in"):
-        from_file(a, d)
-    fields = json.loads(sidecar_path(b).read_text())
-    sidecar_path(b).write_text(json.dumps(fields | {"tokenizer": "0123456789abcdef"}))
+def test_several_files_are_a_mixture_in_which_each_row_comes_once(tmp_path: Path) -> None:
+    """Files of different widths, of which one states another tokenizer's ids and is refused."""
+    paths = [raw(tmp_path / "0.bin", range(333)), raw(tmp_path / "1.bin", range(333, 1000), "uint32")]
+    both = from_file(*paths, seq_len=7, validation=0.1)
+    assert both.counts == [43, 86]
+    reader = RowReader(both, seq_len=7, rows=range(129), vocabulary=2048, shuffle=True)
+    firsts = next(reader.train_batches(0, micro_batch=129)).inputs[:, 0].tolist()
+    assert sorted(firsts) == [*range(0, 43 * 7, 7), *range(333, 333 + 86 * 7, 7)] != firsts
+    held_out = RowReader(both, seq_len=7, rows=range(129, 142), vocabulary=2048)
+    rows = next(held_out.validation_batches(micro_batch=20, limit=20)).inputs[:, 0].tolist()
+    assert sorted(rows) == [*range(43 * 7, 47 * 7, 7), *range(333 + 86 * 7, 333 + 95 * 7, 7)]
+    assert from_file(*reversed(paths), seq_len=7).sums != both.sums
+    with pytest.raises(TrainerError, match=r"0\.bin and .*1\.bin: row 47 holds id"):
+        RowReader(both, seq_len=7, rows=range(129), vocabulary=1).rows_at([47])
+    write_tokens(tmp_path / "b.bin", [range(30)], tokenizer="0123456789abcdef", vocabulary=2048)
     with pytest.raises(UserError, match="made with the tokenizer 0123456789abcdef"):
-        from_file(a, b)
+        from_file(*paths, tmp_path / "b.bin")
+    write_tokens(tmp_path / "c.bin", [range(30)], vocabulary=2048, end_of_text=5)
+    with pytest.raises(UserError, match=r"c\.bin ends documents with id 5, and the tokenizer with 0: leave"):
+        from_file(tmp_path / "c.bin", packing="on")
 
 
 # -- a separate validation file --------------------------------------------------------------------------------------

@@ -1,11 +1,13 @@
 """Tests of rows and mixtures: epochs have each row or exact shares, batches the right rows; resuming is exact."""
 
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,11 @@ import pytest
 import torch
 from sample_chats import CHATS, lines, run_data, turns
 
-from offload_trainer.data.rows import Batch, RowReader, Shares, mixed, order, split_rows
+from offload_trainer.data.rows import Batch, Mixture, RowReader, order, shares_of, split_rows
 from offload_trainer.data.tokenfile import TokenFile, write_tokens
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.run.loop import _evaluate
+from offload_trainer.telemetry.metrics import EvalRecord
 
 SEQ_LEN = 5
 ROWS = 13  # none of the micro-batch sizes below divides it
@@ -140,6 +144,25 @@ def test_validation_is_in_file_order_and_keeps_the_rest(tokens: TokenFile) -> No
     assert [row_numbers(batch) for batch in everything] == [[6, 7, 8, 9], [10, 11, 12]]
 
 
+def test_a_validation_loss_is_the_mean_over_all_counted_targets() -> None:
+    """Batches of 5, 1 and 3 counted targets have the losses 5, 1 and 3."""
+    targets = [torch.tensor([[7] * count + [-100] * (6 - count)]) for count in (5, 1, 3)]
+    made = [Batch(torch.zeros(1, 6, dtype=torch.int64), one) for one in targets]
+    records: list[EvalRecord] = []
+    for batches, scale in ((made, 1.0), (made[:1], 200.0)):
+        job: Any = SimpleNamespace(
+            train=SimpleNamespace(micro_batch_size=1, eval_rows=3),
+            engine=SimpleNamespace(eval_loss=lambda batch, scale=scale: scale * batch.counted),
+            validation_rows=SimpleNamespace(validation_batches=lambda batches=batches, **_: iter(batches)),
+            telemetry=SimpleNamespace(evaluation=records.append),
+        )
+        _evaluate(job, 1)
+    first, huge = records
+    assert first.validation_loss == (25 + 1 + 9) / 9
+    assert first.perplexity == math.exp(35 / 9)
+    assert (huge.validation_loss, huge.perplexity) == (1000.0, math.inf)
+
+
 # -- files that change under a run -----------------------------------------------------------------------------------
 
 
@@ -180,34 +203,32 @@ def test_an_id_beyond_the_vocabulary_is_reported_with_its_row(tmp_path: Path) ->
 # -- mixtures ----------------------------------------------------------------------------------------------------------
 
 
-def test_each_epoch_has_the_shares_to_the_row() -> None:
+def test_each_epoch_has_the_shares_to_the_row(tmp_path: Path) -> None:
     """Texts of 6, 30 and 1 rows with weights 2 : 1 : 1 give 19 (rounded up), 9 and 9 of 37 rows an epoch."""
-    shares = Shares([6, 30, 1], [2, 1, 1])
-    assert shares.counts == [19, 9, 9]
+    assert shares_of(37, [2, 1, 1]) == [19, 9, 9]
+    files = [written(tmp_path / str(rows), range(rows * SEQ_LEN + 1)) for rows in (6, 30, 1)]
+    found = Mixture(files, [2, 1, 1], names="abc", seq_len=SEQ_LEN, validation=0)
     ends = (6, 36, 37)
     seen: list[list[int]] = []
     for epoch in range(4):
-        rows = [shares.row(epoch * 37 + place, seed=3) for place in range(37)]
+        rows = [found.row(epoch * 37 + place, seed=3) for place in range(37)]
         texts = Counter(next(n for n, end in enumerate(ends) if row < end) for row in rows)
         assert texts == {0: 19, 1: 9, 2: 9}
         seen.append(rows)
     every = Counter(row for rows in seen for row in rows)
     small, large = ([every[row] for row in part] for part in (range(6), range(6, 36)))
-    assert sum(small) == 4 * 19
-    assert sum(large) == 4 * 9
     assert max(small) - min(small) <= 1
     assert max(large) - min(large) <= 1
     assert min(large) >= 1  # an epoch continues a large text where the last one stopped
     assert seen[0] != seen[1]
-    assert [shares.row(place, seed=4) for place in range(37)] != seen[0]
+    assert [found.row(place, seed=4) for place in range(37)] != seen[0]
 
 
 def test_rows_are_the_texts_own(tmp_path: Path) -> None:
     """Each row begins at a multiple of the length in its own text, and each text's last rows are validation only."""
     ids = {"a": range(103), "b": range(10000, 10041)}
     files = [written(tmp_path / name, some, vocabulary=30000) for name, some in ids.items()]
-    found = mixed(files, (1, 3), names=("a", "b"), seq_len=SEQ_LEN, validation=0.2)
-    assert found.shares.rows == (16, 7)
+    found = Mixture(files, (1, 3), names=("a", "b"), seq_len=SEQ_LEN, validation=0.2)
     assert len(found) == (20 + 8) * SEQ_LEN + 1
     reader = RowReader(found, seq_len=SEQ_LEN, rows=range(23), vocabulary=30000, seed=1, shuffle=True)
     batches = reader.train_batches(0, micro_batch=1)
@@ -233,14 +254,14 @@ def test_rows_are_the_texts_own(tmp_path: Path) -> None:
 def test_what_cannot_be_mixed_is_refused(tmp_path: Path) -> None:
     text = written(tmp_path / "a", range(103))
     rows = written(tmp_path / "b", range(51), row_length=SEQ_LEN)
-    with pytest.raises(UserError, match=r"data\.mixture: a \(dtype uint16\) and b \(dtype uint32\) differ in kind"):
-        mixed([text, rows], (1, 1), names=("a", "b"), seq_len=SEQ_LEN, validation=0.1)
+    with pytest.raises(UserError, match=r"data\.mixture: a \(row length None\) and b \(row length 5\) differ in kind"):
+        Mixture([text, rows], (1, 1), names=("a", "b"), seq_len=SEQ_LEN, validation=0.1)
     short = written(tmp_path / "c", range(8))
-    with pytest.raises(UserError, match=r"c has 8 tokens, and one training row of 5 and one for validation needs 11"):
-        mixed([text, short], (1, 1), names=("a", "c"), seq_len=SEQ_LEN, validation=0.1)
-    assert mixed([text, short], (1, 1), names=("a", "c"), seq_len=SEQ_LEN, validation=0).shares.rows == (20, 1)
+    with pytest.raises(UserError, match=r"c has 8 tokens, and one row of 5 and one for validation needs 11"):
+        Mixture([text, short], (1, 1), names=("a", "c"), seq_len=SEQ_LEN, validation=0.1)
+    assert Mixture([text, short], (1, 1), names=("a", "c"), seq_len=SEQ_LEN, validation=0).counts == [11, 10]
     with pytest.raises(UserError, match=r"c would have no row in an epoch of 21: give it a larger weight"):
-        mixed([text, short], (1000, 1), names=("a", "c"), seq_len=SEQ_LEN, validation=0)
+        Mixture([text, short], (1000, 1), names=("a", "c"), seq_len=SEQ_LEN, validation=0)
 
 
 def test_a_run_of_two_texts(tmp_path: Path) -> None:
@@ -248,15 +269,16 @@ def test_a_run_of_two_texts(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("But rarely this. " * 60)
     paths, said = (tmp_path / "a.txt", tmp_path / "b.txt"), list[str]()
     made = partial(run_data, *paths, seq_len=16, say=said.append)
-    data = made(mixture=(1, 1))
+    data, other, apart = (
+        made(mixture=mixture, **more)
+        for mixture, more in (((1, 1), {}), ((2, 1), {}), ((1, 1), {"validation_path": (str(paths[0]),)}))
+    )
     assert any(line.startswith("mixture, in an epoch of ") and "50.0% of the rows" in line for line in said)
     assert data.identity()["mixture"] == [1, 1]
-    assert len(data.split.train) == sum(data.tokens.shares.rows)
-    assert data.split.validation == range(len(data.split.train), (len(data.tokens) - 1) // 16)
-    other = made(mixture=(2, 1))
     assert other.identity() != data.identity()
-    apart = made(mixture=(1, 1), validation_path=(str(paths[0]),))
-    assert sum(apart.tokens.shares.rows) == sum(data.tokens.shares.rows) + len(data.split.validation)
+    assert len(data.split.train) == sum(data.tokens.counts)
+    assert data.split.validation == range(len(data.split.train), (len(data.tokens) - 1) // 16)
+    assert sum(apart.tokens.counts) == sum(data.tokens.counts) + len(data.split.validation)
     assert len(apart.split.validation) > 100
     assert "mixture" not in made().identity()
 

@@ -74,7 +74,6 @@ UNLEARNED = "<user>a<end><assistant>A<end>" + row("b", "B")
 # project and form: (a record, the row's text with trained spans in « », or a pattern of the refusal)
 FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "llamafactory alpaca": ({"instruction": "Add.", "input": "1 2", "output": "3"}, row("Add.\n\n1 2", "3")),
-    "llamafactory alpaca, input alone": ({"instruction": "", "input": "Hi", "output": "Ho"}, row("Hi", "Ho")),
     "llamafactory alpaca, system and history": (
         {"instruction": "b", "input": "", "output": "B", "system": "Shout.", "history": [["a", "A"]]},
         row("a", "A", "b", "B", system="Shout."),
@@ -90,14 +89,9 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         ),
         CALLED,
     ),
-    "llamafactory sharegpt preference": (
-        talk(*shares("a"), chosen=share("gpt", "b"), rejected=share("gpt", "c")),
-        untrained("'chosen' and 'rejected'"),
-    ),
     "llamafactory sharegpt KTO": (talk(*shares("a", "A"), kto_tag=False), untrained("'kto_tag'")),
     "llamafactory KTO as label": (talk(*turns("a", "A"), label=True), untrained("'label'")),
     "llamafactory images": (talk(*shares("<image>a", "A"), images=["1.jpg"]), r"'images' .*ot\.load.*library\.md"),
-    "llamafactory prompt and response": ({"prompt": "a", "response": "A"}, row("a", "A")),
     "axolotl chat_template, content in parts, roles of others": (
         talk(*(message(who, [{"type": "text", "text": text}]) for who, text in (("human", "a"), ("gpt", "A")))),
         row("a", "A"),
@@ -105,7 +99,7 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "axolotl chat_template, tools and calls": (
         talk(
             message("user", "Rain?"),
-            message(A, "", tool_calls=[AS_JSON | {"id": "c1"}]),
+            message(A, None, tool_calls=[AS_JSON | {"id": "c1"}]),
             message("tool", "wet", tool_call_id="c1"),
             message(A, "Yes."),
             tools=[TOOL],
@@ -129,8 +123,6 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         "no field 'text'; there are: INSTRUCTION, RESPONSE.*'instruction' and 'output'",
     ),
     "axolotl metharme": ({"prompt": "a", "generation": "A"}, untrained("'prompt' without an answer")),
-    "axolotl input_output": ({"segments": [{"label": True, "text": "a"}]}, untrained("'segments'")),
-    "axolotl tokenized": ({"input_ids": [1], "labels": [1], "attention_mask": [1]}, untrained("'input_ids'")),
     "axolotl stepwise": (
         {"prompt": "a", "completions": ["A"], "labels": [True]},
         untrained("'prompt' and 'completions' and 'labels'"),
@@ -150,13 +142,8 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "two answers": ({"question": "a", "answer": "A", "response": "B"}, "'response' and 'answer' both match"),
     "a system prompt for text": ({"prompt": "a", "completion": "b", "system": "s"}, "'system' has no place next to"),
     "a history that is none": ({"instruction": "a", "output": "b", "history": ["x"]}, "turn 1 of 'history' is no list"),
-    "content that is null beside calls": (
-        talk(*turns("Rain?"), message(A, None, tool_calls=[CALL])),
-        row("Rain?", '[weather {"city": "Oslo"}]'),
-    ),
     "content that is null": (talk(*turns("a", "A"), message("user", None)), "message 3 has no content; if it is empty"),
     "no messages": ({"messages": []}, "'messages' holds an empty list"),
-    "a string for messages": ({"messages": "hello"}, "'messages' holds a string"),
     "strings for messages": ({"messages": ["hello"]}, "message 1 is no object with a 'role'"),
     "an image in a message": (
         talk(message("user", [{"type": "text", "text": "a"}]), message(A, [{"type": "b"}])),
@@ -222,7 +209,6 @@ LOOKS = message(A, "Let me see.", tool_calls=[CALL])
         ),
         (talk(*turns("weather Tells it.", "A"), tools=[TOOL]), TEMPLATE, "tools"),
         (talk(message("system", "Shout."), *turns("a", "A")), NO_SYSTEM, "messages.content"),
-        ({"instruction": "a", "output": "A", "system": "Shout."}, NO_SYSTEM, "system"),
         (talk(*shares("a", "A"), system="Shout."), NO_SYSTEM, "system"),
         (  # gpt-oss's template leaves out text beside a call, where an answer follows
             talk(*turns("Rain?"), LOOKS),

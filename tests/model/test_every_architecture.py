@@ -10,6 +10,8 @@ import every_architecture
 import pytest
 import tiny_models
 import torch
+from engine_bench import assert_same, batches, engine, masters, model_directory, plain, train
+from placements import ALL_ON_DRIVES
 from sample_plans import machine, wish
 from transformers import Trainer
 
@@ -115,18 +117,6 @@ def test_large_models_without_checkpointing_train_without(tmp_path: Path) -> Non
     assert any(note.startswith("gradient checkpointing: off whatever its size") for note in shape.notes)
 
 
-def test_the_table_names_all(tmp_path: Path) -> None:
-    """Architectures that do not run in transformers are listed with its error."""
-    git = every_architecture.examine(
-        "Git", tmp_path, every_architecture.check_training, every_architecture.check_packing
-    )
-    right = every_architecture.Result("right", notes=("attention: eager, since",), drawn="equal")
-    rows = list(every_architecture.rows_of({"Git": git, "Llama": [right, right]}))
-    assert rows[1][:3] == ["Git", f"transformers: {git[0].why[:120]}", "transformers"]
-    assert "ValueError" in rows[1][1]
-    assert rows[2] == ["Llama", "right", "right", "attention: eager", ""]
-
-
 def test_weights_that_are_read_without_a_module_call_are_new_in_a_forward_that_an_update_overlaps(
     tmp_path: Path,
 ) -> None:
@@ -162,3 +152,31 @@ def test_what_transformers_decays_decays(names: Collection[str]) -> None:
         differences += [(kind, name) for name in (weights - no_weight_decay_names(model)) ^ theirs]
     assert built == len(names) if names else built > 150
     assert not differences
+
+
+# -- dropout and router noise --------------------------------------------------------------------------------------
+
+
+NOISY = {
+    "llama": {"attention_dropout": 0.2},
+    "phimoe": {"router_jitter_noise": 0.3, "input_jitter_noise": 0.3},
+}
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+@pytest.mark.parametrize("architecture", NOISY)
+def test_dropout_is_the_same_in_every_placement(architecture: str, folder: Path, drive: Path) -> None:
+    """bf16 with two micro-batches gives the same bits on the drive with recomputed blocks, whatever else draws random
+    numbers in between. GPT-2's placements are in test_pairs.py.
+    """
+    model = model_directory(folder / f"noisy-{architecture}", architecture, **NOISY[architecture])
+    expected, weights = plain(model, 3, "--accumulate", "2", "model.activation_checkpointing=off", accumulate=2)
+    words = ["--accumulate", "2", *ALL_ON_DRIVES, "model.activation_checkpointing=on"]
+    with engine(model, *words, drives=[drive]) as ours:
+
+        def between(step: int) -> None:
+            ours.eval_loss(batches(1)[0])
+            torch.rand(step)
+
+        assert train(ours, batches(6), accumulate=2, before=between) == expected
+        assert_same(masters(ours), weights)

@@ -235,7 +235,7 @@ def test_a_run_without_a_template_has_no_chat(exported: Path, tmp_path: Path) ->
         chat(tmp_path, ["a"], **LIKELIEST, say=lambda line: None)
 
 
-EVALUATION = EvalRecord(step=3, validation_loss=2.25, perplexity=None, bits_per_byte=None)
+EVALUATION = EvalRecord(step=3, validation_loss=2.25, perplexity=None)
 SAVED = {"checkpoints/step-00000002/MANIFEST.json": "{}"}
 # Files of runs that have made three of nine steps, in a folder that has only the directory `nothing`; what is listed.
 RUNS: list[tuple[dict[str, str], str]] = [

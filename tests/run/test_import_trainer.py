@@ -116,6 +116,7 @@ def test_the_command_resumes_from_an_import(source: tuple[Trainer, Path, list], 
     assert "has no tokenizer: name one for the run with --tokenizer" in asked.stderr
     tokens = tmp_path / "tokens.bin"
     (torch.arange(9000) % VOCABULARY).to(torch.int16).numpy().tofile(tokens)
+    tokens.with_name("tokens.bin.json").write_text('{"dtype": "uint16", "tokens": 9000}')
     words += ["--model", checkpoint, "--data", tokens, "--tokenizer", "builtin", "--lr", LR, *SETTINGS]
     words += ["--seq-len", 24, "--micro-batch", 1, "--steps", 5, "placement.threads=1"]
     done = call(*words, output=run)

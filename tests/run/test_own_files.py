@@ -119,7 +119,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "a log of steps": ("metrics.jsonl", read_metrics),
     "a log of steps to go on": ("metrics.jsonl", partial(JsonLines, done=0)),
     "weights": ("model.safetensors", TensorFileReader),
-    "a text's sum": ("a.txt", lambda path: source_sums([path], memory=path.with_name("memory"), say=print)),
+    "a text's sum": ("a.txt", lambda path: source_sums([path])),
     "a template": ("a.jinja", lambda path: load_tokenizer("builtin", chat_template=str(path))),
     "a tokenizer": ("tokenizer.json", lambda path: load_tokenizer(str(path.parent))),
     "a model to speak": ("config.json", lambda path: empty_model(path.parent)),

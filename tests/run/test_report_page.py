@@ -68,7 +68,7 @@ def faults(page: str) -> list[str]:
 
 def page_of(rows: list[StepRecord], *, place: str, left: float | None = None) -> str:
     """Return the page of a run with everything possible: long names, large numbers, all tiers, many validations."""
-    evaluations = [EvalRecord(step=s, validation_loss=3.123456, perplexity=1e9, bits_per_byte=1.1) for s in range(30)]
+    evaluations = [EvalRecord(step=s, validation_loss=3.123456, perplexity=1e9) for s in range(30)]
     return report_page(
         title=f"gpt2-10b: params gpu, optimizer 6.4% gpu, 83.1% RAM, else nvme {place}",
         rows=rows,
@@ -107,7 +107,7 @@ def small_page(rows: Sequence[StepRecord], **changes: Any) -> str:
 def test_the_page_stands_alone_and_escapes() -> None:
     rows = [a_step(step) for step in range(1, 3001)]
     rows[5] = replace(rows[5], loss=None, skipped=True)
-    evaluations = [EvalRecord(step=s, validation_loss=3.0, perplexity=20.1, bits_per_byte=1.1) for s in (10, 3000)]
+    evaluations = [EvalRecord(step=s, validation_loss=3.0, perplexity=20.1) for s in (10, 3000)]
     text = small_page(rows, title="<b>$x & co", evaluations=evaluations, notes=["<script>alert(1)</script>"])
     assert not {"script", "link", "img", "iframe", "b"} & {element.tag for element in elements(text)}
     attributes = [pair for element in elements(text) for pair in element.items()]
@@ -311,7 +311,7 @@ def rows(*runs: Path) -> dict[str, tuple[str, ...]]:
 
 def test_differing_settings_and_their_results(tmp_path: Path) -> None:
     one = a_run(tmp_path / "one", "--lr", "1e-3")
-    evaluation = EvalRecord(step=6, validation_loss=3.5, perplexity=33.1, bits_per_byte=1.25)
+    evaluation = EvalRecord(step=6, validation_loss=3.5, perplexity=33.1)
     (one / "evaluations.jsonl").write_text(evaluation.to_json() + "\n")
     slow = {"seconds": 2.0, "tokens_per_second": 256.0, "phases": {"forward": 0.5, "update": 1.5}, "skipped": True}
     two = a_run(tmp_path / "two", "--lr", "2e-3", "--accumulate", "4", steps=3, hidden=0.25, **slow)

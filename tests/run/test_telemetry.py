@@ -158,7 +158,7 @@ def test_a_line_has_the_contract_s_keys_in_order_and_comes_back():
         assert list(json.loads(line)) == [*CONTRACT.split(), *more]
         assert "\n" not in line
         assert parsed(line, StepRecord) == record
-    evaluation = EvalRecord(step=3, validation_loss=1.0, perplexity=2.5, bits_per_byte=None)
+    evaluation = EvalRecord(step=3, validation_loss=1.0, perplexity=2.5)
     assert parsed(evaluation.to_json(), EvalRecord) == evaluation
 
 
@@ -209,16 +209,16 @@ def test_telemetry_writes_both_files_and_resumes(tmp_path):
     first = Telemetry(tmp_path, done=0, screen=Screen(4, initial=0, say=messages.append, bounds={}, drives=True))
     for step in (1, 2, 3):
         first.step(a_step(step))
-    first.evaluation(EvalRecord(step=3, validation_loss=2.0, perplexity=math.exp(2.0), bits_per_byte=None))
+    first.evaluation(EvalRecord(step=3, validation_loss=2.0, perplexity=math.exp(2.0)))
     first.close()
     assert messages[-1] == "validation after step 3: loss 2.0000  perplexity 7.3891"
 
     again = Telemetry(tmp_path, done=2, screen=Screen(4, initial=2, say=messages.append, bounds={}, drives=True))
     for step in (3, 4):
         again.step(a_step(step, loss=1.0))
-    again.evaluation(EvalRecord(step=4, validation_loss=1.0, perplexity=math.exp(1.0), bits_per_byte=0.5))
+    again.evaluation(EvalRecord(step=4, validation_loss=1.0, perplexity=math.exp(1.0)))
     again.close()
-    assert messages[-1] == "validation after step 4: loss 1.0000  perplexity 2.7183  0.5000 bits/byte"
+    assert messages[-1] == "validation after step 4: loss 1.0000  perplexity 2.7183"
     metrics = read_metrics(tmp_path / "metrics.jsonl")
     assert [(row.step, row.loss) for row in metrics] == [(1, 3.99), (2, 3.98), (3, 1), (4, 1)]
     assert [e.step for e in read_evaluations(tmp_path / "evaluations.jsonl")] == [4]

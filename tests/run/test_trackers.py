@@ -19,7 +19,7 @@ from offload_trainer.telemetry import sinks
 from offload_trainer.telemetry.metrics import EvalRecord
 from offload_trainer.telemetry.sinks import Started, Trackers, refuse_missing
 
-EVALUATION = EvalRecord(step=2, validation_loss=2.5, perplexity=None, bits_per_byte=None)
+EVALUATION = EvalRecord(step=2, validation_loss=2.5, perplexity=None)
 
 
 CONFIG = {"train.steps": 4, "data.path": ["a", "b"]}

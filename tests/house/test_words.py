@@ -16,9 +16,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.plan.planner import _why_not, make_plan
-from offload_trainer.run.checkpoint import RunConfiguration
 from offload_trainer.run.directory import Log
-from offload_trainer.run.export import model_card
 from offload_trainer.settings import FLAGS, load_config
 from offload_trainer.units import shown
 
@@ -99,19 +97,6 @@ def test_contents_of_files_are_escaped_for_the_terminal(capsys: pytest.CaptureFi
     assert "\\x1b[2J" in printed
     assert all(letter.isprintable() for letter in printed.replace("\n", ""))
     assert shown("größer 日本\n") == "größer 日本\n"
-
-
-def test_a_card_shows_names_unchanged(tmp_path: Path) -> None:
-    config = {
-        "model": {"name": f"a|b<img src=x>`{STEERING}"},
-        "data": {"path": ["[x](y)\n| train.seed | 7 |"]},
-        "train": {"seed": 0},
-    }
-    card = model_card(tmp_path, dtype="fp32", source="a run", run=RunConfiguration(config, random=True), step=3)
-    assert "a\\|b\\<img src=x\\>\\`" in card
-    assert "\\[x\\](y) \\| train.seed \\| 7 \\|" in card
-    assert card.count("| train.seed |") == 1
-    assert all(letter.isprintable() for letter in card.replace("\n", ""))
 
 
 def test_a_drive_whose_directory_for_page_files_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from offload_trainer.run.checkpoint import read_manifest
 from offload_trainer.run.loop import learning_rate
 from offload_trainer.settings import load_config
 from offload_trainer.storage.manifest import MANIFEST
-from offload_trainer.units import format_count
 
 STEPS = ["--steps", 20, "train.eval_every=0", "--lr", "1e-3"]
 SAVED = ["--save-every", 6, "save.keep=9"]
@@ -280,14 +279,7 @@ def test_an_export_describes_its_source(finished, tmp_path: Path) -> None:
     assert "in fp16 to" in told
     assert "read back: every header, and a sample of 28 tensors, equal" in told
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype is torch.float16
-    card = (tmp_path / "hf/README.md").read_text()
-    rows = dict(re.findall(r"^\| (.*?) \| (.*) \|$", card, re.MULTILINE))
-    told = {"weights": "fp16, from the masters of step-00000020", "steps": "20", "train.steps": "20"}
-    told |= {"training loss": f"{run.losses[-1]:.4f}", "tokens": format_count(run.steps[-1]["tokens"])}
-    told |= {"optim.lr": "0.001", "optim.master_dtype": "fp32"}
-    assert told.items() <= rows.items()
-    assert rows["model"].endswith("from random weights ({'n_layer': 2, 'n_embd': 96})")
-    assert f"torch {torch.__version__.split('+')[0]}" in rows["made with"]
+    assert "Weights in fp16, from the masters of step-00000020." in (tmp_path / "hf/README.md").read_text()
     assert "already holds something" in ask("export", run.output, tmp_path / "hf").stderr
 
 

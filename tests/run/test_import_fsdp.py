@@ -29,7 +29,7 @@ from uneven_targets import DECAY, LR, random_weights
 from offload_trainer.errors import UserError
 from offload_trainer.ranks import join_torch, place_here
 from offload_trainer.run.checkpoint import read_state
-from offload_trainer.run.foreign import _Chunk, _Stored
+from offload_trainer.run.commands.import_checkpoint import _Chunk, _Stored
 
 BEFORE, AFTER = 3, 3  # steps before the checkpoint, and compared with those of the run that goes on from its import
 # Ranks; how they write the checkpoint: by get_state_dict, with settings by number of the group or by name of the

@@ -84,12 +84,8 @@ class Source:
             with TensorFileReader(path) as file:
                 held = {name: file.read(name) for name in file.entries}
         shapes = dict(self.shapes) | {name: tuple(buffer.shape) for name, buffer in held.items()}
-        return replace(
-            self,
-            buffers=held,
-            shapes=shapes,
-            read=lambda name: held[name] if name in held else self.read(name),
-        )
+        known = self.read
+        return replace(self, buffers=held, shapes=shapes, read=lambda n: held[n] if n in held else known(n))
 
 
 def finite_weights(source: Source) -> Iterator[NamedTensor]:
@@ -129,14 +125,10 @@ def final_export(run: Path) -> FinalExport | None:
 def opened(path: Path) -> Iterator[Source]:
     """Open the weights of a run or a checkpoint."""
     if is_there(path / DESCRIPTION) or (is_there(path / MARK) and is_there(path / "state")):
-        if is_alive(path):
-            raise UserError(
-                f"{path}: its run is alive. Ask it for a checkpoint, with a file named save in its run directory or "
-                "SIGUSR1, and export that"
-            )
+        again = "has died: repeat its command, which resumes from them or from its newest checkpoint"
         raise UserError(
-            f"{path}: page files of a run that has died: repeat its command, which resumes from them or from its "
-            "newest checkpoint, ask it for a checkpoint with a file named save in its run directory, and export that"
+            f"{path}: page files, and no checkpoint; its run {'is alive' if is_alive(path) else again}. Ask it for a "
+            "checkpoint, with a file named save in its run directory or SIGUSR1, and export that"
         )
     ended = final_export(path)
     newest = complete_checkpoints(path / "checkpoints")[-1:] if ended else []
@@ -415,10 +407,14 @@ def done_before(output: Path, record: RunRecord, *, begins_at: int, restarts: bo
         return None
     if found.step <= begins_at:
         return None
-    then, now = found.run.config, json.loads(json.dumps(record.run["config"]))
-    changed = [f"{section}.{key}" for section in _SECTIONS for key in _unequal(then.get(section, {}), now[section])]
-    changed = [key for key in changed if key not in _ASIDE]
-    changed += _unequal(found.identity, json.loads(json.dumps(dict(record.identity))))
+    then = {**found.run.config, "identity": found.identity}
+    now = json.loads(json.dumps({**record.run["config"], "identity": dict(record.identity)}))
+    changed = [
+        f"{section}.{key}".removeprefix("identity.")
+        for section in (*_SECTIONS, "identity")
+        for key in {**then.get(section, {}), **now[section]}
+        if then.get(section, {}).get(key) != now[section].get(key) and f"{section}.{key}" not in _ASIDE
+    ]
     whole = found.step == record.run["config"]["train"]["steps"]
     if whole and not changed and not restarts:
         return f"done before: {found.step} steps; the weights are in {place}. To train anew name another --output"
@@ -427,7 +423,3 @@ def done_before(output: Path, record: RunRecord, *, begins_at: int, restarts: bo
         f"{place} holds what an earlier run has trained, which {why} and left no checkpoint to go on from; this run "
         f"would overwrite it. Name another --output (and --model {place} to train those weights on), or move it away"
     )
-
-
-def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    return [key for key in {**one, **other} if one.get(key) != other.get(key)]

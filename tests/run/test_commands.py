@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from commands import TINY, ask
@@ -11,7 +12,6 @@ from sample_plans import SHAPES, machine, wish
 from offload_trainer import cli
 from offload_trainer.engine import op_builder
 from offload_trainer.errors import TrainerError
-from offload_trainer.plan.engines import engine_of
 from offload_trainer.plan.machine import DriveFacts, read_machine
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.run.commands import doctor, tune
@@ -105,23 +105,15 @@ def test_drives() -> None:
 
 
 def test_the_compilers_message_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> None:
-        raise TrainerError(f"DeepSpeed's kernel {name} could not be built: fatal error: omp.h: No such file")
-
+    """And the limit of locked memory, which async_io has with a drive."""
+    broken = Mock(side_effect=TrainerError("could not be built: fatal error: omp.h: No such file"))
     monkeypatch.setattr(op_builder, "load_kernel", broken)
-    config = load_config(["--engine", "deepspeed"])
-    checks = doctor.examine(config)
-    found = next(check for check in checks if check.name == "kernel cpu_adam")
-    assert found.state == "failure"
-    assert "omp.h" in found.found
-
-
-def test_locked_memory_limits_only_async_io() -> None:
-    """cudaHostRegister does not count against it."""
-    swaps = ["--engine", "deepspeed", "--nvme", "/ssd"]
-    for words, limit, states in ((swaps, 8 << 20, ["warning"]), (swaps, None, []), ([], 8 << 20, [])):
-        config, here = load_config(words), replace(read_machine("v100-32gb"), memlock_bytes=limit)
-        assert [check.state for check in doctor._memlock(config.placement, engine_of(config), here)] == states
+    for words, limit, warned in (([], 1, False), (["--nvme", "."], 1, True), (["--nvme", "."], None, False)):
+        here = replace(read_machine("v100-32gb"), memlock_bytes=limit)
+        monkeypatch.setattr(doctor, "probe_machine", lambda *_, found=here, **__: found)
+        checks = {check.name: check for check in doctor.examine(load_config(["--engine", "deepspeed", *words]))}
+        assert (checks["kernel cpu_adam"].state, "omp.h" in checks["kernel cpu_adam"].found) == ("failure", True)
+        assert ("locked memory" in checks) == warned
 
 
 # -- tune: its trials and the settings that it keeps, with given outcomes and one real trial ---------------------------

@@ -125,9 +125,12 @@ def test_a_prompt_begins_as_the_tokenizer_begins_a_text(
 
 
 def test_a_sample_without_text_says_why(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a chat without a template is refused."""
     monkeypatch.setattr(commands, "generate", lambda *_, **__: [0])
     shutil.copytree(exported, tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="no chat template, so it was not trained on conversations: use `offload-train"):
+        chat(tmp_path, ["a"], **LIKELIEST, say=print)
     for path, hint in ((exported, "; it has a chat template: `offload-train chat` applies it"), (tmp_path, "")):
         messages: list[str] = []
         assert sample(path, "What", **LIKELIEST, say=messages.append) == "What"
@@ -165,8 +168,11 @@ def test_an_export_is_read_as_it_lies_on_the_hub(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_one_modules_weights_are_in_memory_at_a_time(run: Path) -> None:
+    """A model whose weights were not read generates no text."""
     with opened(run) as source:
         model = empty_model(source.model)
+        with pytest.raises(TrainerError, match="the model's logits are not numbers"):
+            generate(model, load_tokenizer(str(run / "model")), [5], tokens=1, temperature=0, seed=0)
         asked: list[str] = []
         most = 0
 
@@ -185,13 +191,6 @@ def test_one_modules_weights_are_in_memory_at_a_time(run: Path) -> None:
         assert asked.count("transformer.wte.weight") == 6  # three tokens, each through the embedding and the head
         assert held() == 0
         assert most <= max(4 * shape[0] * shape[-1] for shape in source.shapes.values())
-
-
-@pytest.mark.slow
-def test_unread_weights_generate_no_text(run: Path) -> None:
-    model = empty_model(run / "model")
-    with pytest.raises(TrainerError, match="the model's logits are not numbers"):
-        generate(model, load_tokenizer(str(run / "model")), [5], tokens=1, temperature=0, seed=0)
 
 
 @pytest.mark.slow
@@ -226,13 +225,6 @@ def test_the_commands(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert cli.main(["runs", str(run), "--json"]) == 0
     (printed,) = json.loads(capsys.readouterr().out)
     assert (printed["step"], printed["steps"], printed["saved"], printed["state"]) == (2, 2, 2, "done")
-
-
-def test_a_run_without_a_template_has_no_chat(exported: Path, tmp_path: Path) -> None:
-    shutil.copytree(exported, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "chat_template.jinja").unlink()
-    with pytest.raises(UserError, match="no chat template, so it was not trained on conversations: use `offload-train"):
-        chat(tmp_path, ["a"], **LIKELIEST, say=lambda line: None)
 
 
 EVALUATION = EvalRecord(step=3, validation_loss=2.25, perplexity=None, bits_per_byte=None)

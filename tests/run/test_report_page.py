@@ -1,4 +1,4 @@
-"""Tests of report.html, which follows a run, and of `offload-train report`: no text is cut or overlaps another."""
+"""Tests of report.html, which follows a run, and of `offload-train report`."""
 
 import json
 import math
@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from html import unescape
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -36,34 +35,7 @@ from offload_trainer.telemetry.report import (
 from offload_trainer.telemetry.sinks import Screen, Telemetry
 from offload_trainer.units import format_bytes, format_seconds
 
-# Units of a chart's text on a desktop and on a phone, and the widest character's share of them.
-SIZES, WIDEST = (12, 20), 0.62
-WIDTH = 640
-
-
 # -- the page --------------------------------------------------------------------------------------------------------
-
-
-def faults(page: str) -> list[str]:
-    """Return the texts of charts that are cut by their chart or overlap another, in the page style's font sizes."""
-    found = []
-    for height, chart in re.findall(rf'<svg viewBox="0 0 {WIDTH} (\d+)"[^>]*>(.*?)</svg>', page, re.DOTALL):
-        if not re.search("<(polyline|rect|circle) ", chart):
-            found.append("empty chart")
-        texts = re.findall(r'<text x="([\d.]+)" y="([\d.]+)"([^>]*)>([^<]*)</text>', chart)
-        for size in SIZES:
-            boxes = []
-            for x, y, more, text in texts:
-                wide = len(unescape(text)) * WIDEST * size
-                left = float(x) - wide * (1 if '"end"' in more else 0.5 if '"middle"' in more else 0)
-                boxes.append((left, left + wide, float(y) - 0.75 * size, float(y) + 0.25 * size, text))
-            for number, (left, right, top, bottom, text) in enumerate(boxes):
-                if left < 0 or right > WIDTH or top < 0 or bottom > int(height):
-                    found.append(f"{size}: {text} is cut")
-                for low, high, upper, lower, other in boxes[number + 1 :]:
-                    if left < high and low < right and top < lower and upper < bottom:
-                        found.append(f"{size}: {text} on {other}")
-    return found
 
 
 def page_of(rows: list[StepRecord], *, place: str, left: float | None = None) -> str:
@@ -83,12 +55,6 @@ def full_step(step: int) -> StepRecord:
     memory = {"ram": 123 * 10**9, "gpu": 31 * 10**9, "drives": 987 * 10**9}
     row = a_step(step, memory=memory, nvme_written_bytes=10**9, device_peak_bytes=33 * 10**9, tokens=10**6 * step)
     return replace(row, loss=11.2 - step / 2000, phases={**row.phases, "wait": 0.4})
-
-
-def test_no_text_is_cut_or_on_another() -> None:
-    page = page_of([full_step(step) for step in range(9_990, 12_345, 5)], place="/mnt/a-drive/" + "directory" * 9)
-    assert faults(page) == []
-    assert len(re.findall("<svg", page)) == 4
 
 
 def elements(page: str) -> list[Element]:
@@ -135,14 +101,18 @@ def test_a_run_that_hardly_began_has_a_page_of_its_values_alone(rows: list[StepR
     assert "GPU memory" not in page
 
 
-def test_predicted_and_measured_numbers_and_their_ratio() -> None:
-    """None and 0 are dashes: a phase without a prediction is not shown as predicted to take 0 s."""
+def test_predicted_and_measured_numbers() -> None:
+    """None and 0 are dashes: a phase without a prediction is not shown as predicted to take 0 s. Wear is counted."""
     assert predicted_row("gpu", 2e9, 3e9, format_bytes, 8e9) == [("gpu", "8 GB", "2 GB", "3 GB", "1.50")]
-    assert predicted_row("/mnt/<ssd>", 1e12, None, format_bytes) == [("/mnt/<ssd>", "-", "1 TB", "-", "-")]
     assert predicted_row("save", None, 5.0, format_seconds) == [("save", "-", "-", "5 s", "-")]
     assert predicted_row("gpu", 0, 0, format_bytes, 0) == []
     page = small_page([], predicted=predicted_row("/mnt/<ssd>", 1e12, None, format_bytes))
     assert ["/mnt/<ssd>", "-", "1 TB", "-", "-"] in rows_of(page)
+    facts = facts_of(small_page([a_step(step, nvme_written_bytes=2 * 10**9) for step in (1, 2, 3)]))
+    assert facts["written to drives, a step"] == "2 GB"
+    assert facts["steps that wear 1 TB of a drive&#x27;s endurance (TBW)"] == "500"
+    for few in (4096, None):
+        assert "written" not in small_page([a_step(1, nvme_written_bytes=few)])
 
 
 def test_memory_is_drawn_by_tier() -> None:
@@ -154,14 +124,6 @@ def test_memory_is_drawn_by_tier() -> None:
     assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.15)  # steps of 0.1 GB
     assert len({point.split(",")[1] for point in most.split()}) == 1
     assert len(re.findall('points="(.*?)"', page[page.index("drives over steps") :])) == 1
-
-
-def test_wear_is_the_counted_bytes() -> None:
-    facts = facts_of(small_page([a_step(step, nvme_written_bytes=2 * 10**9) for step in (1, 2, 3)]))
-    assert facts["written to drives, a step"] == "2 GB"
-    assert facts["steps that wear 1 TB of a drive&#x27;s endurance (TBW)"] == "500"
-    for few in (4096, None):
-        assert "written" not in small_page([a_step(1, nvme_written_bytes=few)])
 
 
 # -- while a run goes on ---------------------------------------------------------------------------------------------
@@ -205,7 +167,7 @@ def test_the_page_follows_the_run(clock: SimpleNamespace, tmp_path: Path) -> Non
     facts = {"training loss": "11.1795", "a step": "0.5 s", "tokens a second": "1.02 k", "time left": "13 h 53 min"}
     assert facts.items() <= facts_of(shown[-1]).items()
     assert RELOAD in shown[-1]
-    assert faults(shown[-1]) == []
+    assert len(re.findall("<svg", shown[-1])) == 4
     assert sorted(os.listdir(tmp_path)) == ["evaluations.jsonl", "metrics.jsonl", "report.html"]
     outputs.end()
     ended = (tmp_path / "report.html").read_text()
@@ -278,7 +240,6 @@ def test_runs_have_different_lines_and_their_names_below(runs: int) -> None:
     names = [f"run-{number}-{'x' * number}" for number in range(runs)]
     losses = [Series(name, [(1.0, 4.0), (100.0, 2.0 + number % 3 / 1000)]) for number, name in enumerate(names)]
     page = comparison_page(losses, [("", *names)])
-    assert faults(page) == []
     chart = page.partition('aria-label="loss over steps"')[2].partition("</svg>")[0]
     drawn = re.findall(r'<polyline class="line" style="stroke: ([^"]*)" [^>]*><title>(.*?)</title>', chart)
     assert [name for _, name in drawn] == names
@@ -357,7 +318,6 @@ def test_in_columns_as_json_and_as_a_page(tmp_path: Path, capsys: pytest.Capture
     assert ["", "one", "another"] in rows_of(text)
     assert ["optim.lr", "0.001", "0.002"] in rows_of(text)
     assert text.count("<polyline") == 2
-    assert faults(text) == []
 
 
 def test_directories_without_a_run_are_named(tmp_path: Path) -> None:

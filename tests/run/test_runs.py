@@ -294,13 +294,3 @@ def test_run_directory_is_what_is_documented(finished) -> None:
     rates = [learning_rate(number, optim, steps=len(run.steps)) for number in range(len(run.steps))]
     assert [step["lr"] for step in run.steps] == rates
     assert len(set(rates)) > 1
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes in fp16")
-def test_fp16_of_stock_deepspeed_without_a_gpu_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = refusal(capsys, "--dtype", "fp16", "--engine", "deepspeed", output=tmp_path / "out")
-    assert "fp16 without a GPU" in text
-    assert not (tmp_path / "out").exists()

@@ -160,9 +160,7 @@ def test_a_line_has_the_contract_s_keys_in_order_and_comes_back():
         assert parsed(line, StepRecord) == record
     evaluation = EvalRecord(step=3, validation_loss=1.0, perplexity=2.5, bits_per_byte=None)
     assert parsed(evaluation.to_json(), EvalRecord) == evaluation
-
-
-def test_values_that_json_lacks_are_null():
+    # values that JSON lacks are null
     line = a_step(loss=math.nan, grad_norm=-math.inf, phases={"forward": math.nan}).to_json()
     found = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} in JSON"))
     assert (found["loss"], found["grad_norm"], found["phases"]["forward"]) == (None, None, None)
@@ -174,34 +172,29 @@ def test_values_that_json_lacks_are_null():
 
 def test_a_full_drive_is_reported(tmp_path, monkeypatch):
     lines = JsonLines(tmp_path / "m.jsonl", done=0)
-    with monkeypatch.context() as patch:
-        patch.setattr(sinks.os, "write", lambda fd, data: 3)
-        with pytest.raises(TrainerError, match="3 of 12 bytes"):
-            lines.write('{"step": 1}')
-    device = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(device, lines._fd)
-    os.close(device)
+    with open("/dev/full", "wb", buffering=0) as device:
+        os.dup2(device.fileno(), lines._fd)
     with pytest.raises(TrainerError, match="No space left"):
         lines.write("{}")
+    monkeypatch.setattr(sinks.os, "write", lambda fd, data: 3)
+    with pytest.raises(TrainerError, match="3 of 12 bytes"):
+        lines.write('{"step": 1}')
     lines.close()
 
 
-@pytest.mark.parametrize(
-    ("tail", "kept"),
-    [
+def test_tails(tmp_path):
+    path = tmp_path / "m.jsonl"
+    for tail, kept in (
         (b'{"step": 2', [1]),  # torn
         (b'{"step": 2}', [1, 2]),  # complete except for its line end: the next line must not join it
         (b"\0\0\0\0", [1]),  # a power cut
         (b'"step"\n[1]\n{"other": 1}\n{"step": null}\n', [1]),
-    ],
-)
-def test_tails(tmp_path, tail, kept):
-    path = tmp_path / "m.jsonl"
-    path.write_bytes(b'{"step": 1}\n' + tail)
-    lines = JsonLines(path, done=5)
-    lines.write('{"step": 6}')
-    lines.close()
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*kept, 6]
+    ):
+        path.write_bytes(b'{"step": 1}\n' + tail)
+        lines = JsonLines(path, done=5)
+        lines.write('{"step": 6}')
+        lines.close()
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*kept, 6]
 
 
 def test_telemetry_writes_both_files_and_resumes(tmp_path):
@@ -285,16 +278,13 @@ def test_speed_is_of_the_last_steps_together():
     assert all(re.search(r"wait (8|9)\d%", line) for line in said[1:])  # also when the last step did not wait
 
 
-def test_a_drive_is_mentioned_if_it_stores_more_than_logs():
+def test_a_drive_is_mentioned_if_it_stores_more_than_logs_and_a_live_line_needs_a_terminal(monkeypatch):
     """No drive speed is shown without state on drives, although checkpoints and logs move bytes."""
     for drives, moved, shown in ((True, 10**9, True), (True, 4096, False), (True, None, False), (False, 10**9, False)):
         screen = Screen(1, initial=0, say=(said := []).append, bounds={}, drives=drives)
         screen.step(a_step(nvme_read_bytes=moved, nvme_written_bytes=moved and moved // 2))
         assert ("  drive 3 GB/s  " in said[0]) == shown  # 1.5 GB in half a second
         assert shown or "drive" not in said[0]
-
-
-def test_a_live_line_needs_a_terminal(monkeypatch):
     for terminal, name, colour in ((True, "xterm", ""), (False, "xterm", ""), (True, "dumb", ""), (True, "xterm", "1")):
         monkeypatch.setenv("TERM", name)
         monkeypatch.setenv("NO_COLOR", colour)
@@ -315,12 +305,8 @@ def test_medians_leave_out_the_first_two_steps_of_more_than_four():
     five = [phased(1, 9.0), phased(2, 8.0), phased(3, 1.0), phased(4, 4.0), phased(5, 2.0)]
     assert median_phases(five) == {"data": 0.0, "forward": 2.0, "backward": 0.0, "update": 0.0}
     assert median_phases([phased(1, 1.0), phased(2, 1.0, save=4.0)])["save"] == 2.0
-
-
-def test_median_tokens_a_second_agree_with_the_median_seconds():
-    """Two medians would not: of four steps, each has a different middle."""
-    took = [0.1, 0.1, 7.0, 7.0]
-    rows = [a_step(step, seconds=s, tokens_per_second=512 / s) for step, s in enumerate(took, 1)]
+    # Two medians, of seconds and of tokens per second, would have different middles.
+    rows = [a_step(step, seconds=s, tokens_per_second=512 / s) for step, s in enumerate([0.1, 0.1, 7.0, 7.0], 1)]
     assert median_speed(rows) * 3.55 == pytest.approx(512)
 
 

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from commands import TINY, call
@@ -20,8 +21,6 @@ from offload_trainer.telemetry.metrics import EvalRecord
 from offload_trainer.telemetry.sinks import Started, Trackers, refuse_missing
 
 EVALUATION = EvalRecord(step=2, validation_loss=2.5, perplexity=None, bits_per_byte=None)
-
-
 CONFIG = {"train.steps": 4, "data.path": ["a", "b"]}
 
 
@@ -64,18 +63,15 @@ def test_wandb_offline_has_the_numbers_and_goes_on(tmp_path: Path, monkeypatch: 
     until = time.monotonic() + 300  # its service may still write after `finish`
     expected = [{b"3.99", b"3.98", b"3.97"}, {b"3.97", b"3.96"}]
     while True:
-        found = [Counter(re.findall(rb"train/loss.{1,4}(3\.9\d)", data)) for data in wandb_files(tmp_path)]
+        files = [path.read_bytes() for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))]
+        found = [Counter(re.findall(rb"train/loss.{1,4}(3\.9\d)", data)) for data in files]
         # some versions write each twice
         if [set(counts) for counts in found] == expected and all(len({*counts.values()}) == 1 for counts in found):
             break
         assert time.monotonic() < until, found
         time.sleep(0.1)
-    for data in wandb_files(tmp_path):
+    for data in files:
         assert all(name in data for name in (b"a project", identity.encode(), tmp_path.name.encode()))
-
-
-def wandb_files(directory: Path) -> list[bytes]:
-    return [path.read_bytes() for path in sorted(directory.glob("wandb/offline-run-*/*.wandb"))]
 
 
 def test_wandb_without_an_account_never_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,25 +123,22 @@ def put(monkeypatch: pytest.MonkeyPatch, name: str, log: Any = lambda *_: None, 
     return begun
 
 
-def test_a_failing_tracker_is_dropped_and_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_that_fail_or_never_end_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failing one is reported once; one that cannot start refuses the run."""
     taken: list[int | str] = []
-
-    def failing(numbers: dict[str, float], step: int) -> None:
-        raise ConnectionError("the network\nis gone")
-
-    put(monkeypatch, "bad", failing)
+    put(monkeypatch, "bad", Mock(side_effect=ConnectionError("the network\nis gone")))
     put(monkeypatch, "good", lambda numbers, step: taken.append(step), lambda: taken.append("end"))
     said = run(tmp_path, "bad", "good", steps=(1, 2, 3))
     assert said == ["note: bad gets nothing more of this run, metrics.jsonl has it all: the network is gone"]
     assert taken == [1, 2, 3, 2, "end"]
-
-
-def test_a_tracker_that_never_ends_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
     monkeypatch.setattr(sinks, "_LAST", 0.05)
     put(monkeypatch, "slow", close=lambda: go.wait(300))
     assert run(tmp_path, "slow") == ["note: slow: not all was taken within 0 s; metrics.jsonl has it"]
     go.set()
+    monkeypatch.setitem(sinks._KINDS, "far", (Mock(side_effect=OSError("no route to host")), "Go nearer"))
+    with pytest.raises(UserError, match=r"^save.trackers=far cannot begin: no route to host. Go nearer$"):
+        Trackers(["far"], tmp_path, CONFIG, done=0, say=print)
 
 
 def test_a_resumed_run_continues_the_trackers_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,15 +149,6 @@ def test_a_resumed_run_continues_the_trackers_run(tmp_path: Path, monkeypatch: p
     (tmp_path / "trackers.json").write_text('{"one": 7}')
     with pytest.raises(UserError, match=r"trackers.json cannot be read: .*Remove it"):
         run(tmp_path, "one", done=2)
-
-
-def test_a_tracker_that_cannot_start_refuses_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin(*given: Any) -> Started:
-        raise OSError("no route to host")
-
-    monkeypatch.setitem(sinks._KINDS, "far", (begin, "Go nearer"))
-    with pytest.raises(UserError, match=r"^save.trackers=far cannot begin: no route to host. Go nearer$"):
-        Trackers(["far"], tmp_path, CONFIG, done=0, say=print)
 
 
 def test_a_run_reports_each_step(tmp_path: Path) -> None:

@@ -30,9 +30,9 @@ RUNS = (
 ELSEWHERE = {
     "model.random_init": "model/test_model.py",
     "data.train_on": "data/test_conversations.py",
-    "optim.betas": "run/test_import_trainer.py",
+    "optim.betas": "run/test_import.py",
     "optim.eps": "offload/test_against_torch.py",
-    "optim.weight_decay": "run/test_import_trainer.py",
+    "optim.weight_decay": "run/test_import.py",
     "optim.on_nonfinite_grad": "offload/test_nonfinite.py",
     "train.stop_within": "run/test_ends.py",
 }

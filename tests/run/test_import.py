@@ -25,19 +25,7 @@ from engine_bench import VOCABULARY, assert_same, batches, engine, model_directo
 from forked_child import in_a_fork, watched_memory
 from forked_ranks import in_ranks
 from hf_trainers import arguments
-from safetensors.torch import load_file
-from synthetic_foreign import (
-    STEP,
-    STEPS,
-    State,
-    assert_same_state,
-    distributed,
-    imported,
-    model_and_state,
-    state_of,
-    write_fsdp,
-    write_trainer,
-)
+from safetensors.torch import load_file, save_file
 from test_safe import Bomb
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -51,10 +39,80 @@ from offload_trainer.optim.loss_scale import LossScale
 from offload_trainer.optim.state_files import read_engine_state
 from offload_trainer.plan.tiered.state_formats import ADAMW
 from offload_trainer.ranks import join_torch, place_here
-from offload_trainer.run.checkpoint import read_state
-from offload_trainer.run.commands.import_checkpoint import _Chunk, _Stored
+from offload_trainer.run.checkpoint import read_manifest, read_state
+from offload_trainer.run.commands.import_checkpoint import Imported, _Chunk, _Stored, import_checkpoint
 from offload_trainer.run.loop import learning_rate
 from offload_trainer.settings import load_config
+
+STEP, STEPS = 2, 9
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+State = dict[str, dict[str, torch.Tensor]]  # kind -> name -> tensor
+GROUP = {"lr": 1e-3, "initial_lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False}
+
+
+def model_and_state(folder: Path, name: str = "qwen3", **sizes: int) -> tuple[Path, State]:
+    """Write a small model with random weights; return its directory, and a state of them with random moments."""
+    directory = random_weights(model_directory(folder / "model", name, tied=False, **sizes))
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    masters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    moments = {kind: {name: torch.rand_like(p) for name, p in masters.items()} for kind in ("exp_avg", "exp_avg_sq")}
+    return directory, {"master": masters, **moments}
+
+
+def write_trainer(folder: Path, state: State) -> None:
+    """Write a Trainer's files; the names of norms contain "norm", as the Trainer's rule for weight decay expects."""
+    save_file(state["master"], folder / "model.safetensors", metadata={"format": "pt"})
+    order = sorted(state["master"], key=lambda name: "norm" in name)
+    count = sum("norm" not in name for name in order)
+    groups = [
+        GROUP | {"params": list(range(count))},
+        GROUP | {"params": list(range(count, len(order))), "weight_decay": 0.0},
+    ]
+    moments = {number: _moments(state, name) for number, name in enumerate(order)}
+    torch.save({"state": moments, "param_groups": groups}, folder / "optimizer.pt")
+    write_trainer_state(folder)
+
+
+def write_trainer_state(folder: Path) -> None:
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": STEP, "max_steps": STEPS}))
+
+
+def write_fsdp(folder: Path, state: State) -> None:
+    """Write the two directories of SHARDED_STATE_DICT, and the Trainer's file."""
+    weights, optimizer = distributed(state)
+    dcp.save({"model": weights}, checkpoint_id=str(folder / "pytorch_model_fsdp_0"), no_dist=True)
+    dcp.save({"optimizer": optimizer}, checkpoint_id=str(folder / "optimizer_0"), no_dist=True)
+    write_trainer_state(folder)
+
+
+def distributed(state: State) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return weights and optimizer as get_state_dict does."""
+    moments = {name: _moments(state, name) for name in state["master"]}
+    return state["master"], {"state": moments, "param_groups": [GROUP | {"params": list(moments)}]}
+
+
+def _moments(state: State, name: str) -> dict[str, torch.Tensor]:
+    return {"step": torch.tensor(float(STEP))} | {kind: state[kind][name] for kind in ("exp_avg", "exp_avg_sq")}
+
+
+def imported(source: Path, run: Path, *words: str, notes: list[str] | None = None) -> Imported:
+    """Import `source` as the command with `words` does; check the manifest of what it wrote."""
+    config = load_config(list(words))
+    done = import_checkpoint(source, run, config, say=(notes if notes is not None else []).append)
+    read_manifest(done.checkpoint)
+    return done
+
+
+def state_of(checkpoint: Path) -> State:
+    return {kind: load_file(checkpoint / f"{kind}.safetensors") for kind in KINDS}
+
+
+def assert_same_state(found: State, expected: State) -> None:
+    """Assert that both have the same names and bit-identical tensors, none of them all zeros."""
+    for kind in KINDS:
+        assert_same(found[kind], expected[kind])
+        assert any(tensor.any() for tensor in expected[kind].values())
+
 
 RATE, LENGTH, HALF = 1e-2, 6, 3
 SETTINGS = ["optim.betas=[0.8, 0.99]", "optim.eps=1e-07", "optim.weight_decay=0.1", "optim.max_grad_norm=0.5"]
@@ -223,7 +281,7 @@ def test_unreadable_checkpoints_are_refused(copied: tuple[Path, list[str]], tmp_
     with pytest.raises(UserError, match="already holds something"):
         imported(folder, tmp_path / "taken", *words)
     torch.save(torch.load(folder / "optimizer.pt") | {"extra": Other()}, folder / "optimizer.pt")
-    with pytest.raises(UserError, match=r"optimizer\.pt holds a test_import_trainer\.Other, and an import reads"):
+    with pytest.raises(UserError, match=r"optimizer\.pt holds a test_import\.Other, and an import reads"):
         imported(folder, tmp_path / "run", *words)
     (folder / "optimizer.pt").write_bytes((folder / "optimizer.pt").read_bytes()[:5000])
     with pytest.raises(UserError, match=r"optimizer\.pt cannot be read as a file of torch\.save"):

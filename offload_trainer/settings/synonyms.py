@@ -1,8 +1,7 @@
 """Tables that map flags, keys, values and commands of other trainers to this program's names, for error messages.
 
-The words come from transformers, TRL, Axolotl, LLaMA-Factory, torchtune, nanoGPT, litgpt and DeepSpeed. A word that is
-not in the tables is compared with the known names, but only a likely misspelling is suggested: a wrong guess costs the
-user more than none.
+The words come from transformers, TRL, Axolotl, LLaMA-Factory, torchtune, nanoGPT, litgpt and DeepSpeed. For any other
+word only a likely misspelling of a known name is suggested: a wrong guess costs the user more than none.
 """
 
 import difflib

@@ -1,7 +1,4 @@
-"""The `doctor` command: check everything that a run needs, and name a fix for each failure.
-
-If the DeepSpeed engine is selected, its kernels are built, and a failure shows the compiler's messages.
-"""
+"""The `doctor` command: check everything that a run needs, and name a fix for each failure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,11 +1,7 @@
 """The `sample` and `chat` commands: generate text from saved weights, on the CPU in fp32.
 
-    run, checkpoint ─┐
-    export          ─┴─ Source ── all in memory, if they need at most half of the free RAM
-                               └─ otherwise each module's weights are read when it is called and freed afterwards,
-                                  so that every token reads the whole model once
-
-The model's configuration, the tokenizer and the end-of-text token are those saved with the run.
+Weights that need more than half of the free RAM are read when their module is called and freed afterwards, so that
+every token reads the whole model once.
 """
 
 import math
@@ -27,7 +23,7 @@ from offload_trainer.units import format_bytes
 def inference_model(path: Path, *, say: Callable[[str], None]) -> Iterator[tuple[Any, Any]]:
     """Open the model and tokenizer of a run (its newest checkpoint), a checkpoint or an exported directory.
 
-    Weights that need more than half of the free RAM stay on the disk. Raises UserError if `path` is none of these.
+    Raises UserError if `path` is none of these.
     """
     most = available_ram_bytes() // 2
     with opened_model(path) if (path / "config.json").is_file() else opened(path) as source:

@@ -1,7 +1,6 @@
 """The `plan` command for other machines, and its comparison of the ways to divide a step over ranks.
 
-`run/planning.py` plans runs on this machine. An unmodified preset is planned without importing torch. Other models are
-sized from a transformers model on the meta device.
+`run/planning.py` plans runs on this machine.
 """
 
 import math

@@ -342,12 +342,15 @@ def _value(metavar: str, text: str, **more: Any) -> dict[str, Any]:
 
 _NODES = _read_as(Annotated[int, Field(ge=1, le=1024)], "one whole number from 1 to 1024")
 _SIZE = _read_as(Annotated[ByteSize, BeforeValidator(_size), Field(gt=0)], "a number with a unit, such as 500MB or 5GB")
-_SHARE = _read_as(Annotated[float, Field(ge=0, allow_inf_nan=False)], "a number, at least 0")
+_TEMPERATURE = _read_as(Annotated[float, Field(ge=0, allow_inf_nan=False)], "a number, at least 0")
 _JSON = {"--json": _switch("print JSON")}
 _SAMPLING = {
     "--tokens": _value("N", "generate at most N tokens (default %(default)s)", type=_whole(1), default=100),
     "--temperature": _value(
-        "X", "sampling temperature (default %(default)s); 0: always the most likely token", type=_SHARE, default=0.8
+        "X",
+        "sampling temperature (default %(default)s); 0: always the most likely token",
+        type=_TEMPERATURE,
+        default=0.8,
     ),
     "--seed": _value("N", "random seed (default %(default)s)", type=_whole(0), default=0),
 }

@@ -624,17 +624,14 @@ def test_the_page_follows_the_run(clock: SimpleNamespace, tmp_path: Path) -> Non
 
 
 def test_a_long_run_stays_cheap(tmp_path: Path) -> None:
-    """The page of 20,000 steps is made of a bounded number of them and of the last one: of each stretch of equal
-    length one, which may be a long or a short step where these alternate.
-    """
-    row, made = full_step(1), range(1, 20_001)
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(replace(row, step=step, seconds=1.0 + step % 2).to_json() + "\n" for step in made))
+    """The page of 20,000 steps is made of a bounded number of them, long and short ones alike, and of the last one."""
+    row, path = full_step(1), tmp_path / "metrics.jsonl"
+    made = (replace(row, step=step, seconds=1.0 + step % 2) for step in range(1, 20_001))
+    path.write_text("".join(record.to_json() + "\n" for record in made))
     found = read_metrics(path, most=800)
     steps = [one.step for one in found]
     assert 700 < len(steps) < 900
-    assert steps[0] == 1
-    assert steps[-1] == 20_000
+    assert (steps[0], steps[-1]) == (1, 20_000)
     stretch = round(20_000 / (len(steps) - 1))
     assert len({(step - 1) // stretch for step in steps[:-1]}) == len(steps) - 1
     assert fmean(one.seconds for one in found) == pytest.approx(1.5, abs=0.02)

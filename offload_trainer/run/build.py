@@ -243,7 +243,6 @@ def _telemetry(setup: Setup, *, done: int) -> Telemetry:
     if plan.forecast.behind and "update" in bounds:
         bounds["wait"] = bounds["update"]
     screen = Screen(setup.config.train.steps, initial=done, say=setup.log.say, bounds=bounds, drives=plan.uses_drives)
-    setup.log.clear, setup.log.live = screen.clear, screen.live
     sections = setup.record.run["config"].items()
     settings = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
     return Telemetry(setup.output, done=done, screen=screen, trackers=setup.config.save.trackers, config=settings)

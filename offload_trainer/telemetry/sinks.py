@@ -10,7 +10,6 @@ import json
 import math
 import os
 import secrets
-import sys
 import threading
 import time
 from collections import deque
@@ -33,7 +32,7 @@ _REPORT_EVERY = 10.0  # least seconds between two writes of report.html
 _REPORT_SHARE = 0.01  # longest share of the time that writing it may take
 _LEAST_MOVED = 1e6  # bytes per second; drive traffic below this is only logs
 _WINDOW = 20  # steps averaged for speeds and shares: an overlapped update makes one step long and the next short
-_REDRAW = 0.1  # least seconds between two live lines
+_LONGEST = 60.0  # seconds after which a step is printed even if it is not at a twentieth of the run
 
 
 @lenient_record
@@ -119,7 +118,6 @@ class Telemetry:
             self._write_page(None)
 
     def close(self) -> None:
-        self._screen.close()
         self._metrics.close()
         self._evaluations.close()
         self._trackers.close()
@@ -139,11 +137,10 @@ class Telemetry:
 
 
 class Screen:
-    """Progress of a run: loss, speed, bottleneck and time left, on one live line or as a plain line every 20th.
+    """Progress of a run: loss, speed, bottleneck and time left, at each twentieth of the run and at least each minute.
 
     `total` and `initial`: steps of the whole run, and done before. `bounds`: what each phase waits for by the plan.
-    `drives`: the run keeps state on drives, so their traffic is shown. `say` gets the plain lines. What is printed
-    begins with `clear`, which removes the live line, and ends with it, `live()`, unless by a signal handler.
+    `drives`: the run keeps state on drives, so their traffic is shown. `say` gets the lines.
     """
 
     def __init__(
@@ -151,41 +148,25 @@ class Screen:
     ) -> None:
         self._total, self._initial, self.say, self._bounds, self._drives = total, initial, say, bounds, drives
         self._recent = deque[StepRecord](maxlen=_WINDOW)
-        self._started: float | None = None  # set at the first step, since a run's start-up is not part of its pace
-        self.clear, self._line, self._drawn = "\r\033[K" if is_live() else "", "", -math.inf
+        self._started = self._said = 0.0  # set at the first step, since a run's start-up is not part of its pace
 
     def step(self, record: StepRecord) -> None:
-        if self._started is None:
-            self._started = time.monotonic() - record.seconds
+        now = time.monotonic()
+        if not self._recent:
+            self._started = self._said = now - record.seconds
         self._recent.append(record)
-        last = record.step == self._total
-        if self.clear:
-            bar = f"{record.step}/{self._total} |{'#' * (10 * record.step // self._total):<10}| "
-            self._line = (bar + self._numbers(record))[: max(_columns(), 1)]
-            if last:
-                self.close()
-            elif time.monotonic() - self._drawn >= _REDRAW:
-                print(f"{self.clear}{self._line}", end="", file=sys.stderr, flush=True)
-                self._drawn = time.monotonic()
-        elif last or record.step % max(1, self._total // 20) == 0:
+        at_twentieth = record.step % max(1, self._total // 20) == 0
+        if at_twentieth or record.step == self._total or now - self._said >= _LONGEST:
+            self._said = now
             self.say(f"step {record.step}/{self._total}  {self._numbers(record)}")
 
     def seconds_left(self, step: int) -> float:
         """Return the seconds from `step`, which `step()` has shown, to the end of the run at the pace so far."""
-        elapsed = time.monotonic() - (self._started or 0.0)  # includes validations and saves
+        elapsed = time.monotonic() - self._started  # includes validations and saves
         return elapsed / (step - self._initial) * (self._total - step)
 
-    def live(self) -> str:
-        return self._line
-
-    def close(self) -> None:
-        """Leave the live line on the screen and end it."""
-        if self._line:
-            print(f"{self.clear}{self._line}", file=sys.stderr, flush=True)
-        self._line = ""
-
     def _numbers(self, record: StepRecord) -> str:
-        """Format a step's numbers, the most important first: a narrow terminal cuts the last ones."""
+        """Format a step's numbers, the most important first."""
         seconds = sum(row.seconds for row in self._recent)
         speed = sum(row.tokens_per_second * row.seconds for row in self._recent) / seconds
         moved = sum((row.nvme_read_bytes or 0) + (row.nvme_written_bytes or 0) for row in self._recent) / seconds
@@ -205,18 +186,6 @@ class Screen:
             "skipped" if record.skipped else "",
         ]
         return "  ".join(filter(None, fields))
-
-
-def _columns() -> int:
-    """Return the width of the live line: four columns less than stderr's terminal, which shows ^C behind it."""
-    with suppress(OSError, ValueError):  # no terminal
-        return os.get_terminal_size(sys.stderr.fileno()).columns - 4
-    return sys.maxsize
-
-
-def is_live() -> bool:
-    """Return whether stderr is a terminal that can overwrite a line."""
-    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _four_digits(value: float | None) -> str:

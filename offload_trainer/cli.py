@@ -229,20 +229,18 @@ def _import(_: Namespace, words: list[str]) -> None:
     print(shown(f"{done.rates}\ngo on with: {shlex.join(['offload-train', *words])} {done.words}"))
 
 
-def _sample(given: Namespace, _: list[str]) -> None:
+def _generate(given: Namespace, _: list[str]) -> None:
+    """Continue a prompt (`sample`), or talk (`chat`)."""
     go_offline()
-    from offload_trainer.run.commands.generate import sample
+    from offload_trainer.run.commands.generate import chat, sample
 
-    print(shown(sample(given.source, given.prompt, **_drawn(given))))
-
-
-def _chat(given: Namespace, _: list[str]) -> None:
-    go_offline()
-    from offload_trainer.run.commands.generate import chat
-
+    drawn = {"tokens": given.tokens, "temperature": given.temperature, "seed": given.seed, "say": _say}
+    if "prompt" in given:
+        print(shown(sample(given.source, given.prompt, **drawn)))
+        return
     person = sys.stdin.isatty()
     with suppress(*[Stopped] * person):  # Ctrl-C ends a conversation as Ctrl-D does
-        chat(given.source, _typed() if person else sys.stdin, **_drawn(given))
+        chat(given.source, _typed() if person else sys.stdin, **drawn)
 
 
 def _typed() -> Iterator[str]:
@@ -250,10 +248,6 @@ def _typed() -> Iterator[str]:
     with suppress(EOFError):
         while True:
             yield input("> ")
-
-
-def _drawn(given: Namespace) -> dict[str, Any]:
-    return {"tokens": given.tokens, "temperature": given.temperature, "seed": given.seed, "say": _say}
 
 
 def _runs(given: Namespace, _: list[str]) -> None:
@@ -457,7 +451,7 @@ COMMANDS = {
         begins="SOURCE RUN ",
     ),
     "sample": Command(
-        _sample,
+        _generate,
         "continue a prompt with the model that a run has saved",
         {
             "source": _MODEL_SOURCE,
@@ -466,7 +460,7 @@ COMMANDS = {
         },
     ),
     "chat": Command(
-        _chat,
+        _generate,
         "chat with the model that a run has saved, in the terminal",
         {"source": _MODEL_SOURCE, **_SAMPLING},
         more="Type one message a line; end with Ctrl-D.",

@@ -334,18 +334,15 @@ def _apply_words(words: list[str], draft: _Draft) -> None:
     queue = list(words)
     while queue:
         word = queue.pop(0)
-        if not word.startswith("-"):
-            key, equals, text = word.partition("=")
-            if equals:
-                draft.put(key, text, spelled=word)
-            else:
-                first = "a configuration file is the first word" if word.endswith((".yaml", ".yml")) else ""
-                what = _misplaced(word) or first or "expected section.key=value or a flag"
-                draft.mistakes.append(f"{word}: {what}")
-            continue
         name, equals, text = word.partition("=")
         flag = FLAGS.get(name)
-        if flag is None:
+        if equals and not word.startswith("-"):
+            draft.put(name, text, spelled=word)
+        elif not word.startswith("-"):
+            first = "a configuration file is the first word" if word.endswith((".yaml", ".yml")) else ""
+            what = _misplaced(word) or first or "expected section.key=value or a flag"
+            draft.mistakes.append(f"{word}: {what}")
+        elif flag is None:
             # What follows an unknown flag is most likely its value.
             follows = not equals and queue and not queue[0].startswith("-") and "=" not in queue[0]
             given = queue.pop(0) if follows else text if equals else None

@@ -19,9 +19,8 @@ from sample_plans import SHAPES, machine, wish
 
 from offload_trainer import cli, settings
 from offload_trainer.cli import COMMANDS, parse, take_command
-from offload_trainer.config import PlacementSection, TrainConfig
+from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
-from offload_trainer.machine.probe import probe_machine
 from offload_trainer.plan.planner import _why_not, make_plan
 from offload_trainer.run.directory import Log
 from offload_trainer.settings import FLAGS, all_keys, dump_config, literals_of, load_config
@@ -585,19 +584,6 @@ def test_contents_of_files_are_escaped_for_the_terminal(capsys: pytest.CaptureFi
     assert "\\x1b[2J" in printed
     assert all(letter.isprintable() for letter in printed.replace("\n", ""))
     assert shown("größer 日本\n") == "größer 日本\n"
-
-
-def test_a_drive_whose_directory_for_page_files_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = tmp_path / "offload-trainer"
-    here.touch()
-    with pytest.raises(UserError, match="is a link or a file of yours"):
-        probe_machine(PlacementSection(nvme=(str(tmp_path),)), output=str(tmp_path / "out"))
-    here.unlink()
-    here.mkdir()
-    real = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != here and real(path, mode))
-    with pytest.raises(UserError, match="offload-trainer: not writable for this user"):
-        probe_machine(PlacementSection(nvme=(str(tmp_path),)), output=str(tmp_path / "out"))
 
 
 def test_names_that_are_not_utf8_are_refused() -> None:

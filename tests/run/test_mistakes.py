@@ -153,7 +153,13 @@ def logged(error: BaseException, folder: Path) -> str:
     return "\n".join(line[20:] for line in (folder / "log.txt").read_text().splitlines())
 
 
-def test_a_read_only_filesystem_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_filesystem_is_called_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And a directory for page files that is another user's."""
+    here, real = tmp_path / "offload-trainer", os.access
+    here.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != here and real(path, mode))
+    with pytest.raises(UserError, match="offload-trainer: not writable for this user"):
+        probe.probe_machine(PlacementSection(nvme=(str(tmp_path),)), output=str(tmp_path / "out"))
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
     with pytest.raises(UserError, match="is mounted read-only; name another directory"):
         probe.probe_machine(PlacementSection(), output="out")

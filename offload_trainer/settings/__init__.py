@@ -111,10 +111,7 @@ class _Draft:
     worded: set[str] = field(default_factory=set)  # keys set on the command line
 
     def put(self, key: str, text: str, *, spelled: str) -> None:
-        """Set one key from its text, parsed as YAML unless the key's type is text.
-
-        `spelled`: how the user wrote it, for the error message.
-        """
+        """Set one key from its text, parsed as YAML unless the key's type is text. `spelled`: as the user wrote it."""
         self.worded.add(key)
         section, _, name = key.partition(".")
         annotation: Any = all_keys()[key].annotation if key in all_keys() else None
@@ -186,10 +183,8 @@ def _no_key(spelled: str, key: str, text: str | None) -> str:
 
 
 def _hint(word: str, text: str | None, *, as_flag: bool) -> str:
-    """Return the equivalent of another trainer's word, or the name that the word misspells; "" if there is neither.
-
-    The last parts of a dotted word are tried first, since `optimizer.lr` is a learning rate; then the parts before.
-    """
+    """Return the equivalent of another trainer's word, or the name that the word misspells; "" if there is neither."""
+    # The last parts of a dotted word come first, since `optimizer.lr` is a learning rate.
     parts, leaves = word.split("."), {key.rpartition(".")[2] for key in all_keys()}
     for end in (".".join(parts[start:]) for start in range(len(parts))):
         if equivalent := _other_name(end, text, as_flag=as_flag):
@@ -327,10 +322,7 @@ def _more_values(queue: list[str]) -> list[str]:
 
 
 def _apply_words(words: list[str], draft: _Draft) -> None:
-    """Apply flags and overrides to the draft in order. Mistakes are collected in it, not raised.
-
-    Steps or epochs of the file are dropped if the words have the other.
-    """
+    """Apply flags and overrides to the draft in order; steps or epochs of the file go if the words have the other."""
     queue = list(words)
     while queue:
         word = queue.pop(0)

@@ -171,8 +171,7 @@ def _directories_of(source: Path) -> list[Path]:
 def _names_for(state: ForeignState, weights: Sequence[Weight], *, others: Iterable[str]) -> dict[str, str]:
     """Return the name that a checkpoint has for each of the model's weights, perhaps with a wrapper's prefix.
 
-    `others`: names of buffers, and second names of tied weights. Raises UserError with the numbers of weights that are
-    missing, unexpected, of another shape, or trained on one side only.
+    `others`: names of buffers, and second names of tied weights. Raises UserError if the weights do not fit the model.
     """
     held, prefix = state.shapes, _common_prefix(state.shapes, [weight.name for weight in weights])
     names = {weight.name: f"{prefix}{weight.name}" for weight in weights}
@@ -314,11 +313,8 @@ class _ScalerState:
 
 
 def _with_trainer_files(state: ForeignState, directory: Path) -> ForeignState:
-    """Return `state` with the steps, the scheduler's delay and the loss scale of the Trainer's files in `directory`.
-
-    A directory without trainer_state.json is not a Trainer's, and changes nothing. Raises UserError for a damaged file.
-    """
-    if not is_there(directory / _STATE):
+    """Return `state` with the steps, the scheduler's delay and the loss scale of the Trainer's files in `directory`."""
+    if not is_there(directory / _STATE):  # not a Trainer's
         return state
     fix = "Import another checkpoint of that run"
     about = read_back(directory / _STATE, _TrainerState, links=True, fix=fix)
@@ -346,10 +342,7 @@ def _with_trainer_files(state: ForeignState, directory: Path) -> ForeignState:
 
 
 def _load_pickle(source: Path | bytes, *, told: str | None = None) -> Any:
-    """Return what `torch.save` has written to a file (tensors are mapped, not read) or the bytes of one.
-
-    Raises UserError if the file is missing or damaged, or holds an object of another class.
-    """
+    """Return what `torch.save` has written to a file (tensors are mapped, not read) or the bytes of one."""
     told = told or str(source)
     try:
         if isinstance(source, Path):

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-RUNS = {"fp32": "gray", "bf16": "blue", "nearest": "red"}  # and the colours of their curves
+RUNS = ("fp32", "bf16", "nearest")
 WORDS = ["--dtype", "bf16", "--optimizer", "cpu", "optim.kernel=torch"]
 WINDOW = 20  # steps of a mean
 
@@ -25,14 +25,13 @@ def read(path: Path, key: str) -> list[float]:
 
 
 def picture(curves: dict[str, list[float]]) -> str:
-    from offload_trainer.telemetry.report import Series, lines
+    from offload_trainer.telemetry.report import Series, colour, lines
 
     series = [Series(name, [(WINDOW * (i + 1), loss) for i, loss in enumerate(its)]) for name, its in curves.items()]
     chart = lines(series, label="loss over steps").rpartition("<p class=")[0]
-    colours = " ".join(f"--c{number}: {colour};" for number, colour in enumerate(RUNS.values()))
-    style = f"svg {{ {colours} }} text {{ font: 12px sans-serif; fill: gray }} .rule {{ stroke: silver }}"
+    style = "text { font: 12px sans-serif; fill: gray } .rule { stroke: silver }"
     names = [
-        f'<text x="110" y="{190 + 16 * row}" style="fill: {RUNS[name]}">{name}</text>'
+        f'<text x="110" y="{190 + 16 * row}" style="fill: {colour(row)}">{name}</text>'
         for row, name in enumerate(curves)
     ]
     head, _, rest = chart.partition(">")

@@ -8,7 +8,6 @@ immediately.
 
 import argparse
 import json
-import math
 import os
 import re
 import shlex
@@ -19,9 +18,9 @@ from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
-from pydantic import ByteSize, TypeAdapter
+from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError
 
 from offload_trainer import __version__
 from offload_trainer.config import TrainConfig
@@ -71,7 +70,7 @@ def main(words: list[str] | None = None) -> int:
 
 def _run_command(words: list[str]) -> None:
     if not words:
-        print(help_text(flags=()), flush=True)
+        print(help_text(flags=False), flush=True)
         raise UserError("nothing was asked for; `offload-train train` trains a small model on the text that ships here")
     name = take_command(words)
     if "--help" in words or "-h" in words:
@@ -86,9 +85,9 @@ def _say(line: str) -> None:
     print(shown(line), file=sys.stderr, flush=True)
 
 
-def _answer(given: Namespace, found: Any, told: Callable[[], str]) -> None:
-    """Print a result as JSON if --json was given, else in the words of `told`."""
-    print(json.dumps(found, indent=1, default=asdict) if given.json else shown(told()), flush=True)
+def _answer(given: Namespace, found: Any, text: str) -> None:
+    """Print a result as JSON if --json was given, else as text."""
+    print(json.dumps(found, indent=1, default=asdict) if given.json else shown(text), flush=True)
 
 
 def _train(given: Namespace, words: list[str]) -> None:
@@ -123,11 +122,10 @@ def _plan(given: Namespace, words: list[str]) -> None:
     quieten()
     if given.parallel or machine is None:
         values, text, plan = compare_modes(config, machine, given.nodes)
-        _answer(given, values, lambda: text)
     else:
         plan = plan_elsewhere(config, machine, nodes=given.nodes)
-        steps = config.train.known_steps
-        _answer(given, plan.to_json(), lambda: plan.describe(steps=steps, full=given.explain))
+        values, text = plan.to_json(), plan.describe(steps=config.train.known_steps, full=given.explain)
+    _answer(given, values, text)
     plan.refuse(force=config.placement.force)
 
 
@@ -142,8 +140,8 @@ def _plan_here(given: Namespace, words: list[str]) -> None:
     from offload_trainer.run.planning import plan_run
 
     planned = plan_run(config)
-    plan, steps = planned.plan, config.train.known_steps
-    _answer(given, plan.to_json(), lambda: plan.describe(steps=steps, full=given.explain))
+    plan = planned.plan
+    _answer(given, plan.to_json(), plan.describe(steps=config.train.known_steps, full=given.explain))
     refuse(planned)
     check_start(planned, say=_say)
     try:
@@ -162,7 +160,7 @@ def _bench(given: Namespace, words: list[str]) -> None:
     with redirect_stdout(sys.stderr):  # libraries print there
         machine = bench_here(config, drive_bytes=given.drive_gigabytes * 10**9 or None, say=_say)
     kept = f"`offload-train plan` knows seconds from now on; all rates, and how they were measured:\n  {cache_file()}"
-    _answer(given, machine.to_json(), lambda: f"{describe_rates(machine)}\n{kept}")
+    _answer(given, machine.to_json(), f"{describe_rates(machine)}\n{kept}")
 
 
 def _tune(given: Namespace, words: list[str]) -> None:
@@ -183,7 +181,7 @@ def _tune(given: Namespace, words: list[str]) -> None:
     write_new(path, dump_config(load_config([*words, *trials[0].words.split()])))
     as_planned = next(trial for trial in trials if not trial.words)
     best = f"{trials[0].words or 'as planned'}: {trials[0].seconds:.2f} s a step, as planned {as_planned.seconds:.2f}"
-    _answer(given, [trial.to_json() for trial in trials], lambda: f"{best}; {path}")
+    _answer(given, [trial.to_json() for trial in trials], f"{best}; {path}")
 
 
 def _doctor(given: Namespace, words: list[str]) -> None:
@@ -192,7 +190,7 @@ def _doctor(given: Namespace, words: list[str]) -> None:
 
     with redirect_stdout(sys.stderr):  # libraries print there
         checks = examine(config)
-    _answer(given, checks, lambda: report(checks))
+    _answer(given, checks, report(checks))
     if any(check.state == "failure" for check in checks):
         raise TrainerError("doctor: something that a run needs is missing, see above")
 
@@ -208,14 +206,9 @@ def _export(given: Namespace, _: list[str]) -> None:
     go_offline()
     from offload_trainer.run.export import export
 
-    done = export(
-        given.source,
-        given.destination,
-        dtype=given.dtype,
-        shard_bytes=given.max_shard_size,
-        check=given.check,
-    )
-    compared = f"; read back: every header, and a sample of {done.compared} tensors, equal" if given.check else ""
+    size, check = given.max_shard_size, given.check
+    done = export(given.source, given.destination, dtype=given.dtype, shard_bytes=size, check=check)
+    compared = f"; read back: every header, and a sample of {done.compared} tensors, equal" if check else ""
     where = f"exported {done.source} in {given.dtype} to {given.destination}"
     print(shown(f"{where}: {format_bytes(done.bytes)}{compared}"))
 
@@ -236,20 +229,18 @@ def _import(_: Namespace, words: list[str]) -> None:
     print(shown(f"{done.rates}\ngo on with: {shlex.join(['offload-train', *words])} {done.words}"))
 
 
-def _sample(given: Namespace, _: list[str]) -> None:
+def _generate(given: Namespace, _: list[str]) -> None:
+    """Continue a prompt (`sample`), or talk (`chat`)."""
     go_offline()
-    from offload_trainer.run.commands.generate import sample
+    from offload_trainer.run.commands.generate import chat, sample
 
-    print(shown(sample(given.source, given.prompt, **_drawn(given), say=_say)))
-
-
-def _chat(given: Namespace, _: list[str]) -> None:
-    go_offline()
-    from offload_trainer.run.commands.generate import chat
-
+    drawn = {"tokens": given.tokens, "temperature": given.temperature, "seed": given.seed, "say": _say}
+    if "prompt" in given:
+        print(shown(sample(given.source, given.prompt, **drawn)))
+        return
     person = sys.stdin.isatty()
     with suppress(*[Stopped] * person):  # Ctrl-C ends a conversation as Ctrl-D does
-        chat(given.source, _typed() if person else sys.stdin, **_drawn(given), say=_say)
+        chat(given.source, _typed() if person else sys.stdin, **drawn)
 
 
 def _typed() -> Iterator[str]:
@@ -259,15 +250,11 @@ def _typed() -> Iterator[str]:
             yield input("> ")
 
 
-def _drawn(given: Namespace) -> dict[str, Any]:
-    return {"tokens": given.tokens, "temperature": given.temperature, "seed": given.seed}
-
-
 def _runs(given: Namespace, _: list[str]) -> None:
     from offload_trainer.run.commands.runs import aligned, run_table, runs_in
 
     found = runs_in(given.directory)
-    _answer(given, found, lambda: aligned(run_table(found)))
+    _answer(given, found, aligned(run_table(found)))
 
 
 def _report(given: Namespace, _: list[str]) -> None:
@@ -277,14 +264,14 @@ def _report(given: Namespace, _: list[str]) -> None:
     if given.html is not None:
         write_page(given.html, found)
         _say(f"{given.html}: written")
-    _answer(given, [run.to_json() for run in found], lambda: aligned(comparison(found)))
+    _answer(given, [run.to_json() for run in found], aligned(comparison(found)))
 
 
 def _ls(given: Namespace, _: list[str]) -> None:
     from offload_trainer.run.commands.recipes import listing, recipes
 
     found = recipes()
-    _answer(given, found, lambda: listing(found))
+    _answer(given, found, listing(found))
 
 
 def _cp(given: Namespace, _: list[str]) -> None:
@@ -299,7 +286,6 @@ def _cp(given: Namespace, _: list[str]) -> None:
 
 _CONFIG = "[CONFIG.yaml] [flags] [section.key=value ...]"
 _KEYS = "Other keys are given as section.key=value; docs/config.md lists them all."
-_ALSO = "All other flags of `train` are accepted too, so the same arguments work for both."
 
 
 class _Parser(argparse.ArgumentParser):
@@ -313,30 +299,26 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{shown(message.removeprefix('argument '))}; `{self.prog} --help`{purpose} says more")
 
 
-def _number(wanted: str, read: Callable[[str], float], least: float, most: float = math.inf) -> Callable[[str], Any]:
-    """Return a function that reads a number from `least` to `most`, or says what is `wanted`."""
+def _read_as(kind: Any, wanted: str) -> Callable[[str], Any]:
+    """Return a function that reads text as a type of pydantic's, or says what is `wanted`."""
 
-    def number(text: str) -> float:
-        with suppress(ValueError):
-            if least <= (found := read(text)) <= most and found < math.inf:
-                return found
+    def read(text: str) -> Any:
+        with suppress(ValidationError):
+            return TypeAdapter(kind).validate_python(text)
         raise argparse.ArgumentTypeError(f"{text}: it should be {wanted}")
 
-    return number
-
-
-def _int(text: str) -> int:
-    return int(text) if text.isdecimal() else -1
-
-
-def _bytes(text: str) -> int:
-    """Return the bytes of a size; pydantic alone would ignore what follows its first number and unit."""
-    known = re.fullmatch(r"\d*\.?\d+\s*([kmgtp]?i?b)?", text, re.IGNORECASE)
-    return TypeAdapter(ByteSize).validate_python(text) if known else 0
+    return read
 
 
 def _whole(least: int) -> Callable[[str], Any]:
-    return _number(f"a whole number, at least {least}", _int, least)
+    return _read_as(Annotated[int, Field(ge=least)], f"a whole number, at least {least}")
+
+
+def _size(text: str) -> str:
+    """Refuse what follows a size's first number and unit, which pydantic's ByteSize ignores."""
+    if not re.fullmatch(r"\d*\.?\d+\s*([kmgtp]?i?b)?", text, re.IGNORECASE):
+        raise ValueError(text)
+    return text
 
 
 def _writable(text: str) -> Path:
@@ -352,15 +334,16 @@ def _value(metavar: str, text: str, **more: Any) -> dict[str, Any]:
     return {"metavar": metavar, "help": text, **more}
 
 
-_NODES = _number("one whole number from 1 to 1024", _int, 1, 1024)
-_SIZE = _number("a number with a unit, such as 500MB or 5GB", _bytes, 1)
+_NODES = _read_as(Annotated[int, Field(ge=1, le=1024)], "one whole number from 1 to 1024")
+_SIZE = _read_as(Annotated[ByteSize, BeforeValidator(_size), Field(gt=0)], "a number with a unit, such as 500MB or 5GB")
+_TEMPERATURE = _read_as(Annotated[float, Field(ge=0, allow_inf_nan=False)], "a number, at least 0")
 _JSON = {"--json": _switch("print JSON")}
 _SAMPLING = {
     "--tokens": _value("N", "generate at most N tokens (default %(default)s)", type=_whole(1), default=100),
     "--temperature": _value(
         "X",
         "sampling temperature (default %(default)s); 0: always the most likely token",
-        type=_number("a number, at least 0", float, 0),
+        type=_TEMPERATURE,
         default=0.8,
     ),
     "--seed": _value("N", "random seed (default %(default)s)", type=_whole(0), default=0),
@@ -372,23 +355,15 @@ _MODEL_SOURCE = _value(
     type=Path,
 )
 
-# Configuration flags shown in a command's help. All others are accepted too.
-_RARE = ("--validation-data", "--seed", "--lr", "--resume", "--force")
-_PLANNED = tuple(name for name in FLAGS if name not in (*_RARE, "--steps", "--epochs"))
-_DATA = ("--model", "--scratch", "--data", "--validation-data", "--tokenizer", "--seq-len")
-
 
 @dataclass(frozen=True)
 class Command:
-    """A command: what it does, its help, its own arguments, and the configuration flags that its help shows.
-
-    `flags` is empty for a command that takes no configuration.
-    """
+    """A command: what it does, its help, and its own arguments. `configured`: other words are the configuration."""
 
     run: Callable[[Namespace, list[str]], None]  # with the values of its arguments, and the words of the configuration
     summary: str
     arguments: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # of argparse's add_argument, by name
-    flags: tuple[str, ...] = ()
+    configured: bool = False
     more: str = ""
     begins: str = ""  # words that come before the configuration
 
@@ -398,8 +373,8 @@ COMMANDS = {
         _train,
         "train a model; the default command",
         {"--print-config": _switch("print the complete configuration as YAML and stop")},
-        tuple(FLAGS),
-        "Run the same command again to resume from the newest checkpoint in --output.",
+        configured=True,
+        more="Run the same command again to resume from the newest checkpoint in --output.",
     ),
     "plan": Command(
         _plan,
@@ -414,8 +389,8 @@ COMMANDS = {
             "--nodes": _value("K", "plan for K machines with --gpus ranks each", type=_NODES),
             "--parallel": _switch("compare ways to parallelise a step over the ranks: ZeRO, tensor, pipeline"),
         },
-        _PLANNED,
-        "Writes nothing. Exit code 0: the run fits; 2: it does not fit, or the configuration is wrong.",
+        configured=True,
+        more="Writes nothing. Exit code 0: the run fits; 2: it does not fit, or the configuration is wrong.",
     ),
     "bench": Command(
         _bench,
@@ -424,9 +399,9 @@ COMMANDS = {
             **_JSON,
             "--drive-gigabytes": _value("N", "gigabytes to write and read on each drive", type=_whole(1), default=0),
         },
-        ("--nvme", "--dtype", "--gpus", "--output"),
-        "The results are saved in the cache directory, and every later plan on this machine uses them. Links between "
-        "GPUs, or with --gpus N between ranks on the CPU, are measured too.",
+        configured=True,
+        more="The results are saved in the cache directory, and every later plan on this machine uses them. Links "
+        "between GPUs, or with --gpus N between ranks on the CPU, are measured too.",
     ),
     "tune": Command(
         _tune,
@@ -438,31 +413,26 @@ COMMANDS = {
             ),
             "--trial-steps": _value("N", "steps of each trial (default %(default)s)", type=_whole(1), default=6),
         },
-        tuple(name for name in _PLANNED if name != "--save-every"),
+        configured=True,
     ),
     "doctor": Command(
         _doctor,
         "check everything that a run needs, and say how to fix what fails",
         _JSON,
-        ("--model", "--scratch", "--nvme", "--engine", "--gpus", "--output"),
-        "Exit code 1: something is missing.",
+        configured=True,
+        more="Exit code 1: something is missing.",
     ),
     "prepare": Command(
         _prepare,
         "tokenise the data into the cache",
-        {},
-        _DATA,
-        "A run does this itself; `prepare` does it ahead of time.",
+        configured=True,
+        more="A run does this itself; `prepare` does it ahead of time.",
     ),
     "export": Command(
         _export,
         "export the weights of a run or checkpoint as a Hugging Face directory",
         {
-            "source": _value(
-                "SOURCE",
-                "a run directory (its newest checkpoint) or a checkpoint",
-                type=_writable,
-            ),
+            "source": _value("SOURCE", "a run directory (its newest checkpoint) or a checkpoint", type=_writable),
             "destination": _value("DEST", "the new directory", type=_writable),
             "--dtype": _value("NAME", "fp16 (default), bf16 or fp32", choices=("fp16", "bf16", "fp32"), default="fp16"),
             "--max-shard-size": _value(
@@ -474,15 +444,14 @@ COMMANDS = {
     "import": Command(
         _import,
         "begin a run from another trainer's checkpoint: weights, optimizer state and step",
-        {},
-        ("--model", "--scratch", "--dtype", "--steps", "--lr"),
-        "SOURCE is a checkpoint of transformers' Trainer or FSDP2 (a directory of torch.distributed.checkpoint). RUN "
-        "is a new run directory. Give words of the run, above all --model and model.freeze. The command that goes on "
-        "is printed.",
+        configured=True,
+        more="SOURCE is a checkpoint of transformers' Trainer or FSDP2 (a directory of torch.distributed.checkpoint). "
+        "RUN is a new run directory. Give words of the run, above all --model and model.freeze. The command that goes "
+        "on is printed.",
         begins="SOURCE RUN ",
     ),
     "sample": Command(
-        _sample,
+        _generate,
         "continue a prompt with the model that a run has saved",
         {
             "source": _MODEL_SOURCE,
@@ -491,7 +460,7 @@ COMMANDS = {
         },
     ),
     "chat": Command(
-        _chat,
+        _generate,
         "chat with the model that a run has saved, in the terminal",
         {"source": _MODEL_SOURCE, **_SAMPLING},
         more="Type one message a line; end with Ctrl-D.",
@@ -538,7 +507,7 @@ def parse(command: str, words: list[str]) -> tuple[Namespace, list[str]]:
     Raises UserError for mistakes.
     """
     parser = _parser(command)
-    if not COMMANDS[command].flags:
+    if not COMMANDS[command].configured:
         return parser.parse_intermixed_args(words), []
     given, rest = parser.parse_known_args(words)
     for name in (word.partition("=")[0] for word in rest if word.startswith("--")):
@@ -551,49 +520,45 @@ def parse(command: str, words: list[str]) -> tuple[Namespace, list[str]]:
 def _parser(command: str) -> _Parser:
     about = COMMANDS[command]
     given: dict[str, Any] = {"description": f"{about.summary[0].upper()}{about.summary[1:]}. {about.more}"}
-    if about.flags:
-        given["usage"] = f"%(prog)s {about.begins}{_CONFIG}"
-        given["epilog"] = _KEYS if len(about.flags) == len(FLAGS) else f"{_ALSO} {_KEYS}"
+    if about.configured:
+        given |= {"usage": f"%(prog)s {about.begins}{_CONFIG}", "epilog": _KEYS}
     parser = _Parser(f"offload-train {command}", **given)
     for name, options in about.arguments.items():
         parser.add_argument(name, **options)
     return parser
 
 
-def help_text(command: str | None = None, *, flags: tuple[str, ...] = tuple(FLAGS)) -> str:
-    """Return the help of a command, or of the program with `flags` if `command` is None, as wide as the terminal."""
+def help_text(command: str | None = None, *, flags: bool = True) -> str:
+    """Return the help of a command, or of the program, perhaps without `flags`, as wide as the terminal."""
     if command is not None:
-        parser = _parser(command)
-        _show_flags(parser, COMMANDS[command].flags)
-        return parser.format_help()
-    parser = _Parser(
-        "offload-train",
-        usage=f"%(prog)s [COMMAND] {_CONFIG}",
-        description="Trains all parameters of a causal language model that need not fit on the GPU: weights, gradients "
-        "and optimizer state are placed on the GPU, in RAM and on NVMe drives. `offload-train --nvme DIR` alone trains "
-        "a small model on the text that comes with the package.",
-        epilog="`offload-train COMMAND --help` shows the flags of a command, `offload-train --version` the version. "
-        f"{_KEYS}",
-    )
-    commands = parser.add_argument_group("commands")
-    for name, about in COMMANDS.items():
-        commands.add_argument(name, help=about.summary)
-    _show_flags(parser, flags)
+        parser, flags = _parser(command), COMMANDS[command].configured
+    else:
+        parser = _Parser(
+            "offload-train",
+            usage=f"%(prog)s [COMMAND] {_CONFIG}",
+            description="Trains all parameters of a causal language model that need not fit on the GPU: weights, "
+            "gradients and optimizer state are placed on the GPU, in RAM and on NVMe drives. `offload-train --nvme "
+            "DIR` alone trains a small model on the text that comes with the package.",
+            epilog="`offload-train COMMAND --help` shows the switches of a command, `offload-train --version` the "
+            f"version. {_KEYS}",
+        )
+        commands = parser.add_argument_group("commands")
+        for name, about in COMMANDS.items():
+            commands.add_argument(name, help=about.summary)
+    sections = {FLAGS[name].key.partition(".")[0] for name in FLAGS if flags}
+    groups = {
+        section: parser.add_argument_group(section, info.annotation.__doc__)
+        for section, info in TrainConfig.model_fields.items()
+        if section in sections
+    }
+    for name, flag in FLAGS.items() if flags else ():
+        key = all_keys()[flag.key]
+        default = ", ".join(key.default) if isinstance(key.default, tuple) else str(key.default)
+        told = f" [default {default}]" if default not in ("", "False") else ""
+        text = f"{key.description}{told}".replace("%", "%%")
+        options = _value(flag.metavar, text) if flag.metavar else _switch(text)
+        groups[flag.key.partition(".")[0]].add_argument(name, **options)
     return parser.format_help()
-
-
-def _show_flags(parser: _Parser, names: tuple[str, ...]) -> None:
-    """Add configuration flags to a parser's help, in a group for each section of the configuration."""
-    for section, info in TrainConfig.model_fields.items():
-        if not (here := [name for name in names if FLAGS[name].key.startswith(f"{section}.")]):
-            continue
-        group = parser.add_argument_group(section, info.annotation.__doc__)
-        for name in here:
-            metavar, key = FLAGS[name].metavar, all_keys()[FLAGS[name].key]
-            default = ", ".join(key.default) if isinstance(key.default, tuple) else str(key.default)
-            told = f" [default {default}]" if default not in ("", "False") else ""
-            text = f"{key.description}{told}".replace("%", "%%")
-            group.add_argument(name, **(_value(metavar, text) if metavar else _switch(text)))
 
 
 def take_command(words: list[str]) -> str | None:

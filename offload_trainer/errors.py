@@ -1,12 +1,6 @@
 """Exceptions that are no bugs, the exit code of each, and which errors of others the user sees without a traceback.
 
-    TrainerError   the run stops: 1             UserError, a subclass   the user's mistake, nothing written: 2
-    GpuFull        caught by run/train.py, which goes on with a smaller plan if there is one rank
-    NonFiniteGradient   raised to the caller of a session, who may go on
-    PeerFailed, Interrupted, Stopped            another rank, a signal
-
-Who raises one writes its message: what happened, the numbers, and what to do. `explain` returns it, or a message for
-Ctrl-C, a missing package and a failing disk; None means a bug, which keeps its traceback.
+Who raises one writes its message: what happened, the numbers, and what to do.
 """
 
 import errno
@@ -37,11 +31,11 @@ class UserError(TrainerError):
 
 
 class NonFiniteGradient(TrainerError):
-    """NaN or infinity in the step's gradients; weights and optimizer state are unchanged."""
+    """NaN or infinity in the step's gradients; weights and state are unchanged, and a session's caller may go on."""
 
 
 class GpuFull(TrainerError):
-    """The GPU has too little free memory. With one rank the run goes on with a plan that leaves more of it free."""
+    """The GPU has too little free memory. run/train.py then goes on with a smaller plan, if there is one rank."""
 
     def __init__(self, error: BaseException, *, unvalidated: int = 0) -> None:
         """Take torch's error, and the step after which a validation ran out of memory (0: it was something else)."""

@@ -32,7 +32,7 @@ TESTS = (
     "tests/house/test_packages.py::test_a_whole_run_without_the_optional_ones",  # train, resume, export
     "tests/export/test_export.py::test_round_trip",  # load and save, as transformers does
     "tests/optim/test_moments.py::test_8_bit_is_bitsandbytes",
-    "tests/run/test_trackers.py",
+    "tests/run/test_telemetry.py",
     "tests/data/test_tables.py",
     "tests/library/test_hf.py",
     "tests/library/test_trl.py",

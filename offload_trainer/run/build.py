@@ -39,7 +39,7 @@ from offload_trainer.storage.owned_dirs import ScratchDirectory
 from offload_trainer.storage.scratch_dir import PAGES, empty_list, hold, leased
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.telemetry.meters import PhaseClock, peak_rss_bytes
-from offload_trainer.telemetry.sinks import Screen, Telemetry, Trackers
+from offload_trainer.telemetry.sinks import Screen, Telemetry
 from offload_trainer.units import format_bytes, format_seconds
 
 
@@ -235,16 +235,12 @@ _WAITED_FOR = {"adamw": "arithmetic on the CPU", "adamw_gpu": "arithmetic on the
 
 
 def _telemetry(setup: Setup, *, done: int) -> Telemetry:
-    plan, save = setup.plan, setup.config.save
+    plan = setup.plan
     kinds = {phase: plan.forecast.slowest(phase).kind for phase, known in plan.forecast.seconds.items() if known}
     bounds = {phase: _WAITED_FOR.get(kind, kind) for phase, kind in kinds.items() if kind}
     if plan.forecast.behind and "update" in bounds:
         bounds["wait"] = bounds["update"]
     screen = Screen(setup.config.train.steps, initial=done, say=setup.log.say, bounds=bounds, drives=plan.uses_drives)
-    setup.log.clear, setup.log.live = screen.clear, screen.live
-    trackers = None
-    if names := save.trackers:
-        sections = setup.record.run["config"].items()
-        settings = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
-        trackers = Trackers(names, setup.output, settings, done=done, say=setup.log.say)
-    return Telemetry(setup.output, done=done, screen=screen, trackers=trackers)
+    sections = setup.record.run["config"].items()
+    settings = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
+    return Telemetry(setup.output, done=done, screen=screen, trackers=setup.config.save.trackers, config=settings)

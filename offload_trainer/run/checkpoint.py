@@ -22,7 +22,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from offload_trainer.config import OptimSection
 from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.errors import LOST, TrainerError, UserError, reason
 from offload_trainer.ranks import ALONE, Group, everybody, group_of, wait_for_all
-from offload_trainer.safe_files import Count, Flag, Line, Steps, exact_record, lenient_record, read_back, shown
+from offload_trainer.safe_files import Count, Steps, exact_record, lenient_record, read_back, shown
 from offload_trainer.storage.atomic_io import StoredFile, bytes_below, copy_tree, sync_directory, sync_file, write_text
 from offload_trainer.storage.locks import NoLocks, shared_lock
 from offload_trainer.storage.manifest import FORMAT, MANIFEST, Manifest, checked_manifest, refuse_other_run
@@ -288,19 +288,10 @@ def reading(checkpoint: Path) -> Iterator[None]:
 
 
 @lenient_record
-class Environment:
-    """The part of a run's environment that a model card shows."""
-
-    packages: dict[Line, Line | None] = field(default_factory=dict)  # versions, None if not installed
-
-
-@lenient_record
 class RunConfiguration:
-    """The part of run.json that a resume and a model card read."""
+    """The part of run.json that a resume reads."""
 
     config: dict[str, dict[str, Any]]
-    random: Flag = False  # whether the run began from random weights
-    environment: Environment = field(default_factory=Environment)
 
 
 def read_manifest(checkpoint: Path, *, moments: bool = True, contents: bool = True) -> Manifest:

@@ -12,7 +12,7 @@ import stat
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import RawIOBase
@@ -50,13 +50,11 @@ _INSTANT = 1.0  # seconds to wait for the lock
 class Log:
     """Message log: writes to log.txt, once there is a run directory, and to stderr. Silent on ranks other than 0.
 
-    The file comes first, because stderr may block or be closed. `clear` and `live` are a Screen's, once there is one.
+    The file comes first, because stderr may block or be closed.
     """
 
     loud: bool
     file: RawIOBase | None = None
-    clear: str = ""
-    live: Callable[[], str] = str
 
     @contextmanager
     def opened(self, output: Path) -> Iterator[None]:
@@ -70,13 +68,13 @@ class Log:
     def say(self, line: str) -> None:
         if self.loud:
             self.write(line)
-            print(f"{self.clear}{shown(line)}\n{self.live()}", end="", file=sys.stderr, flush=True)
+            print(f"{shown(line)}\n", end="", file=sys.stderr, flush=True)
 
     def say_now(self, line: str) -> None:
         """Log a line from a signal handler."""
         if self.loud:
             self.write(line)
-            write_now(f"{self.clear}{line}")
+            write_now(line)
 
     def write(self, text: str) -> None:
         """Write to log.txt only, with a timestamp on each line."""

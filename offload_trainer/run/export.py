@@ -1,23 +1,15 @@
 """Export of weights to a directory of safetensors that transformers, vLLM and llama.cpp's converter can load.
 
-    Source ── weights by the model's names ──saved_groups──> hub layout ──> 16 or 32 bits ──> shards, index, card
-
 A source is a checkpoint, a live engine, or a run's final weights. One tensor is in memory at a time, or one group of
-tensors where transformers fuses tensors that are separate on the hub. The directory is written under a temporary name
-and renamed when it is complete. Its README.md is the model card.
-
-A run that makes no checkpoints leaves such a directory at its end, and a later start neither overwrites it nor trains
-a finished run again:
-
-    RUN/export/        fp32, in transformers' layout
-    RUN/export.json    the step, the run and its identity; written before export/ gets its name
+tensors where transformers fuses tensors that are separate on the hub. A run that makes no checkpoints leaves such a
+directory at its end, RUN/export in fp32, with its step, run and identity in RUN/export.json, so that a later start
+neither overwrites it nor trains a finished run again.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -43,16 +35,8 @@ from offload_trainer.model.pretrained import (
 )
 from offload_trainer.offloading.pages.manifest import DESCRIPTION
 from offload_trainer.plan.shape import Weight
-from offload_trainer.run.checkpoint import (
-    MADE,
-    RESIDENT,
-    RunConfiguration,
-    RunRecord,
-    read_manifest,
-    read_state,
-    reading,
-)
-from offload_trainer.safe_files import Count, Steps, as_kind, is_there, lenient_record, read_back
+from offload_trainer.run.checkpoint import RESIDENT, RunConfiguration, RunRecord, read_manifest, read_state, reading
+from offload_trainer.safe_files import Count, Steps, is_there, lenient_record, read_back
 from offload_trainer.storage.atomic_io import bytes_below, copy_tree, make_directories, sync_directory, write_text
 from offload_trainer.storage.owned_dirs import MARK, replacing
 from offload_trainer.storage.retention import complete_checkpoints, find_checkpoint
@@ -65,16 +49,22 @@ from offload_trainer.storage.tensorfile import (
     TensorFileReader,
     describe_invalid_values,
 )
-from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
-from offload_trainer.telemetry.report import in_words, results
 from offload_trainer.units import format_bytes
-from offload_trainer.units import shown as printable
 
 NamedTensor = tuple[str, torch.Tensor]
 EXPORT = "the export to"  # purpose written in the scratch directory's mark
 FINAL_RECORD = "export.json"
 _NAMED = 10  # number of weights named in a message
 _SAMPLE = 32  # number of groups of tensors that --check compares
+_CARD = """\
+---
+library_name: transformers
+tags:
+- offload-trainer
+---
+
+Weights in {dtype}, from {origin}.
+"""
 
 
 @dataclass(frozen=True)
@@ -85,7 +75,7 @@ class Source:
     read: Callable[[str], torch.Tensor]  # read one of them, any number of times
     model: Path  # directory with config.json and the tokenizer
     description: str  # what messages call the source
-    card: Callable[[str], str] = lambda dtype: ""  # the model card for a dtype
+    origin: str = ""  # what the model card says of the weights
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # exported in their own dtypes
     own_names: bool = False  # exported in one file under these names, for a model that transformers does not build
     weights: Callable[[], Iterator[NamedTensor]] | None = None  # yields all but the buffers, if not `read` one by one
@@ -102,12 +92,8 @@ class Source:
             with TensorFileReader(path) as file:
                 held = {name: file.read(name) for name in file.entries}
         shapes = dict(self.shapes) | {name: tuple(buffer.shape) for name, buffer in held.items()}
-        return replace(
-            self,
-            buffers=held,
-            shapes=shapes,
-            read=lambda name: held[name] if name in held else self.read(name),
-        )
+        known = self.read
+        return replace(self, buffers=held, shapes=shapes, read=lambda n: held[n] if n in held else known(n))
 
 
 def finite_weights(source: Source) -> Iterator[NamedTensor]:
@@ -147,14 +133,10 @@ def final_export(run: Path) -> FinalExport | None:
 def opened(path: Path) -> Iterator[Source]:
     """Open the weights of a run or a checkpoint."""
     if is_there(path / DESCRIPTION) or (is_there(path / MARK) and is_there(path / "state")):
-        if is_alive(path):
-            raise UserError(
-                f"{path}: its run is alive. Ask it for a checkpoint, with a file named save in its run directory or "
-                "SIGUSR1, and export that"
-            )
+        again = "has died: repeat its command, which resumes from them or from its newest checkpoint"
         raise UserError(
-            f"{path}: page files of a run that has died: repeat its command, which resumes from them or from its "
-            "newest checkpoint, ask it for a checkpoint with a file named save in its run directory, and export that"
+            f"{path}: page files, and no checkpoint; its run {'is alive' if is_alive(path) else again}. Ask it for a "
+            "checkpoint, with a file named save in its run directory or SIGUSR1, and export that"
         )
     ended = final_export(path)
     newest = complete_checkpoints(path / "checkpoints")[-1:] if ended else []
@@ -164,7 +146,7 @@ def opened(path: Path) -> Iterator[Source]:
                 source,
                 model=path / "model",
                 description=f"{path / 'export'}, after step {ended.step}",
-                card=_card_of(path, f"the run after step {ended.step}", ended.run, ended.step),
+                origin=f"the run after step {ended.step}",
             )
         return
     try:
@@ -195,13 +177,7 @@ def opened(path: Path) -> Iterator[Source]:
             read=lambda name: places[name].read(name),
             model=checkpoint / "model",
             description=str(checkpoint),
-            card=lambda dtype: model_card(
-                checkpoint.parent.parent,
-                dtype=dtype,
-                source=checkpoint.name,
-                run=read_back(checkpoint / MADE, RunConfiguration, fix="Export another checkpoint of the run"),
-                step=read_state(checkpoint).step,
-            ),
+            origin=f"the masters of {checkpoint.name}",
         )
         yield source.with_buffers()
 
@@ -220,58 +196,6 @@ def opened_model(directory: Path) -> Iterator[Source]:
             description=str(directory),
         )
         yield source.with_buffers(dict(found.each(found.buffers)))
-
-
-_HEAD = """\
----
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- offload-trainer
----
-"""
-# Settings and results that a card shows.
-_SET = (
-    *("model.dtype", "optim.master_dtype", "optim.name", "optim.lr", "optim.betas", "optim.weight_decay"),
-    *("optim.max_grad_norm", "optim.schedule", "optim.moment_dtype", "train.seed", "train.steps"),
-)
-_RESULTS = ("steps", "tokens", "training loss", "validation loss", "validated after step", "bits a byte", "a step")
-
-
-def _card_of(run_directory: Path, source: str, run: RunConfiguration, step: int) -> Callable[[str], str]:
-    return lambda dtype: model_card(run_directory, dtype=dtype, source=source, run=run, step=step)
-
-
-def model_card(run_directory: Path, *, dtype: str, source: str, run: RunConfiguration, step: int) -> str:
-    """Return the card's text. `run` is a checkpoint's record of its run.
-
-    Metrics come from `run_directory` and end at `step`. Numbers that were not recorded are left out.
-    """
-    model, paths = run.config.get("model", {}), run.config.get("data", {}).get("path")
-    changed = f" ({model['overrides']})" if model.get("overrides") else ""
-    start = f"random weights{changed}" if run.random else "its weights"
-    settings = {f"{section}.{key}": value for section, keys in run.config.items() for key, value in keys.items()}
-    rows = [row for row in read_metrics(run_directory / "metrics.jsonl") if row.step <= step]
-    seen = [one for one in read_evaluations(run_directory / "evaluations.jsonl") if one.step <= step]
-    found = {"steps": step, "validated after step": seen[-1].step if seen else None} | results(rows, seen)
-    facts = {
-        "weights": f"{dtype}, from the masters of {source}",
-        "model": f"{model['name']}, from {start}" if "name" in model else None,
-        "text": ", ".join(Path(str(path)).name for path in paths) if isinstance(paths, list | tuple) else None,
-        **{key: settings.get(key) for key in _SET},
-        **{label: found.get(label) for label in _RESULTS},
-        "made with": ", ".join(f"{name} {number}" for name, number in run.environment.packages.items() if number),
-    }
-    lines = [
-        f"| {name} | {_plain(in_words(name, value))} |" for name, value in facts.items() if value not in (None, "")
-    ]
-    title = Path(str(model.get("name", "Trained weights"))).name
-    return f"{_HEAD}\n# {_plain(title)}\n\n| | |\n| --- | --- |\n" + "\n".join(lines) + "\n"
-
-
-def _plain(text: object) -> str:
-    """Return text for a Markdown table: markup and HTML escaped, on one line."""
-    return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", " ".join(printable(text).split()))
 
 
 # -- directories ------------------------------------------------------------------------------------------------------
@@ -337,7 +261,7 @@ def _describe(directory: Path, source: Source, *, dtype: str) -> None:
         if isinstance(part, dict):
             part |= dict.fromkeys({"dtype", "torch_dtype"} & part.keys(), named)
     write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
-    write_text(directory / "README.md", source.card(dtype))
+    write_text(directory / "README.md", _CARD.format(dtype=dtype, origin=source.origin))
 
 
 def _converted(weights: Iterable[NamedTensor], groups: Sequence[Group]) -> Iterator[NamedTensor]:
@@ -456,14 +380,14 @@ def write_final(
     Raises TrainerError if there is no room or the disk refuses.
     """
     order = sorted(layout, key=lambda weight: not weight.trainable)
-    description, run = f"the run after step {step}", as_kind(dict(record.run), RunConfiguration)
+    description = f"the run after step {step}"
     live = Source(
         shapes={weight.name: weight.shape for weight in order},
         weights=lambda: weights,
         read=dict[str, torch.Tensor]().__getitem__,  # a live engine gives each weight once
         model=output / "model",
         description=description,
-        card=_card_of(output, description, run, step),
+        origin=description,
     )
     place = output / "export"
     replaces = place.stat().st_ino if place.exists() else None
@@ -491,10 +415,14 @@ def done_before(output: Path, record: RunRecord, *, begins_at: int, restarts: bo
         return None
     if found.step <= begins_at:
         return None
-    then, now = found.run.config, json.loads(json.dumps(record.run["config"]))
-    changed = [f"{section}.{key}" for section in _SECTIONS for key in _unequal(then.get(section, {}), now[section])]
-    changed = [key for key in changed if key not in _ASIDE]
-    changed += _unequal(found.identity, json.loads(json.dumps(dict(record.identity))))
+    then = {**found.run.config, "identity": found.identity}
+    now = json.loads(json.dumps({**record.run["config"], "identity": dict(record.identity)}))
+    changed = [
+        f"{section}.{key}".removeprefix("identity.")
+        for section in (*_SECTIONS, "identity")
+        for key in {**then.get(section, {}), **now[section]}
+        if then.get(section, {}).get(key) != now[section].get(key) and f"{section}.{key}" not in _ASIDE
+    ]
     whole = found.step == record.run["config"]["train"]["steps"]
     if whole and not changed and not restarts:
         return f"done before: {found.step} steps; the weights are in {place}. To train anew name another --output"
@@ -503,7 +431,3 @@ def done_before(output: Path, record: RunRecord, *, begins_at: int, restarts: bo
         f"{place} holds what an earlier run has trained, which {why} and left no checkpoint to go on from; this run "
         f"would overwrite it. Name another --output (and --model {place} to train those weights on), or move it away"
     )
-
-
-def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    return [key for key in {**one, **other} if one.get(key) != other.get(key)]

@@ -75,7 +75,7 @@ def train_run(config: TrainConfig, *, instead: Callable[[Job], None] | None = No
         if config.train.deterministic:
             use_deterministic_algorithms()
     nodes = _join(config.placement, world=world)
-    ranks.end_if_rank_vanishes(say=lambda line: write_now(f"{log.clear}offload-train: {line}"))
+    ranks.end_if_rank_vanishes(say=lambda line: write_now(f"offload-train: {line}"))
     with ExitStack() as stack:
         lock = hold(stack, Path(config.save.output), log, create=False)  # before anything in it is read
         setup, checkpoint, finished = _set_up(config, nodes=nodes, log=log)

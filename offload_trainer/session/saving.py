@@ -128,7 +128,7 @@ def export(session: Session, directory: str | Path, *, dtype: str = "bf16", merg
         read=offloaded.master,
         model=session.configuration,
         description=f"a session after step {step}",
-        card=lambda dtype: _CARD.format(dtype=dtype, masters=masters, steps=step) + _rounded(offloaded.units),
+        origin=f"{masters} masters after {step} steps{_rounded(offloaded.units)}",
         own_names=not session._from_config,
     )
     buffers = {name: buffer.cpu() for name, buffer in session._kept_buffers.items()}
@@ -176,23 +176,20 @@ def resume(session: Session, directory: str | Path, *stateful: Stateful) -> int:
     return steps_done(session)
 
 
-_CARD = "---\nlibrary_name: transformers\n---\n\nWeights in {dtype}, from {masters} masters after {steps} steps.\n"
-
-
 def _refuse_to_replace(final: Path) -> None:
     if final.exists() and not is_there(final / MANIFEST) and (not final.is_dir() or any(final.iterdir())):
         raise UserError(f"{final} contains something other than a save, and is not replaced: name another directory")
 
 
 def _rounded(units: Sequence[Unit]) -> str:
-    """Return a paragraph of the model card that says which weights were quantised when they were loaded, or ""."""
+    """Return sentences for the model card that say which weights were quantised when they were loaded, or ""."""
     if not (blocks := [unit.name for unit in units if unit.quantised]):
         return ""
     weights = [place.weight for unit in units for place in unit.places if place.weight.quantised]
     return (
-        f"\n{len(weights)} matrices of {len(blocks)} blocks ({blocks[0]} to {blocks[-1]}) were rounded to "
+        f".\n\n{len(weights)} matrices of {len(blocks)} blocks ({blocks[0]} to {blocks[-1]}) were rounded to "
         f"{weights[0].quantised} when they were loaded. They are exported as rounded, adapters added if they were "
-        "merged.\n"
+        "merged"
     )
 
 

@@ -1,7 +1,5 @@
 """Configuration parser: merge a YAML file, flags and `section.key=value` words into one `TrainConfig`.
 
-    defaults  <-  CONFIG.yaml  <-  flags and section.key=value, in the order given
-
 All mistakes are collected and reported together, each with the nearest valid name. Nothing here imports torch, so a
 mistake is reported in well under a second. Add a flag to `FLAGS`; the keys themselves are in `config.py`.
 """
@@ -113,10 +111,7 @@ class _Draft:
     worded: set[str] = field(default_factory=set)  # keys set on the command line
 
     def put(self, key: str, text: str, *, spelled: str) -> None:
-        """Set one key from its text, parsed as YAML unless the key's type is text.
-
-        `spelled`: how the user wrote it, for the error message.
-        """
+        """Set one key from its text, parsed as YAML unless the key's type is text. `spelled`: as the user wrote it."""
         self.worded.add(key)
         section, _, name = key.partition(".")
         annotation: Any = all_keys()[key].annotation if key in all_keys() else None
@@ -165,15 +160,22 @@ def all_keys() -> dict[str, FieldInfo]:
     return {f"{section}.{name}": key for section, model in models.items() for name, key in model.model_fields.items()}
 
 
-def literals_of(annotation: Any) -> Iterator[str]:
-    """Yield the literal values that a type allows."""
-    if annotation is bool:
-        yield from ("true", "false")
-    elif get_origin(annotation) is Literal:
-        yield from map(str, get_args(annotation))
+def _parts(annotation: Any) -> Iterator[Any]:
+    """Yield the types and the literal values of which a type is made."""
+    if get_origin(annotation) is Literal or not get_args(annotation):
+        yield from get_args(annotation) or [annotation]
     else:
         for inner in get_args(annotation):
-            yield from literals_of(inner)
+            yield from _parts(inner)
+
+
+def literals_of(annotation: Any) -> Iterator[str]:
+    """Yield the literal values that a type allows."""
+    for part in _parts(annotation):
+        if part is bool:
+            yield from ("true", "false")
+        elif isinstance(part, str | int):
+            yield str(part)
 
 
 def _no_key(spelled: str, key: str, text: str | None) -> str:
@@ -181,37 +183,26 @@ def _no_key(spelled: str, key: str, text: str | None) -> str:
 
 
 def _hint(word: str, text: str | None, *, as_flag: bool) -> str:
-    """Return the equivalent of another trainer's word, or the name that the word misspells; "" if there is neither.
-
-    The last parts of a dotted word are tried first, since `optimizer.lr` is a learning rate; then the parts before.
-    """
-    parts = word.split(".")
-    for start in range(len(parts)):
-        end = ".".join(parts[start:])
+    """Return the equivalent of another trainer's word, or the name that the word misspells; "" if there is neither."""
+    # The last parts of a dotted word come first, since `optimizer.lr` is a learning rate.
+    parts, leaves = word.split("."), {key.rpartition(".")[2] for key in all_keys()}
+    for end in (".".join(parts[start:]) for start in range(len(parts))):
         if equivalent := _other_name(end, text, as_flag=as_flag):
             return f"; {equivalent}"
         if same := [key for key in all_keys() if key.rpartition(".")[2] == end]:
             if as_flag and len(same) == 1:
                 return f"; use {_written(same[0], text, as_flag=True)}"
             closest = difflib.get_close_matches(word, same, n=len(same) if len(parts) == 1 else 1, cutoff=0)
-            return f"; did you mean {' or '.join(_written(key, None, as_flag=as_flag, bare=True) for key in closest)}?"
+            return f"; did you mean {' or '.join(_name(key, as_flag=as_flag) for key in closest)}?"
     for part in reversed(parts[:-1]):
         if part not in TrainConfig.model_fields and (equivalent := _other_name(part, None, as_flag=as_flag)):
             return f"; {equivalent}"
-    return _misspelt(word, text, as_flag=as_flag)
-
-
-def _misspelt(word: str, text: str | None, *, as_flag: bool) -> str:
-    """Return the name that `word` misspells, as a question; "" if none is close."""
-    leaf = word.rpartition(".")[2]
-    leaves = {key.rpartition(".")[2] for key in all_keys()}
-    near = nearest(leaf, [*leaves, *TrainConfig.model_fields, *(FLAGS if as_flag else ())])
+    near = nearest(parts[-1], [*leaves, *TrainConfig.model_fields, *(FLAGS if as_flag else ())])
     if near is None:
         return ""
     if near in leaves:
         same = [key for key in all_keys() if key.endswith(f".{near}")]
-        (key,) = difflib.get_close_matches(word, same, n=1, cutoff=0)
-        near = _written(key, None, as_flag=as_flag, bare=True)
+        near = _name(difflib.get_close_matches(word, same, n=1, cutoff=0)[0], as_flag=as_flag)
     equivalent = _other_name(near, text, as_flag=as_flag) if term_of(near) else ""
     return f"; did you mean {near}?" + (f" {equivalent[0].upper()}{equivalent[1:]}" if equivalent else "")
 
@@ -223,49 +214,40 @@ def _other_name(word: str, text: str | None, *, as_flag: bool) -> str:
     key, fixed, value = term.here.partition("=")
     if not key:
         return term.note
-    if fixed:
-        here = term.here
-        if text is not None and plain(text) in ("false", "no", "off", "0", "none"):
-            if value not in ("on", "true"):
-                default = all_keys()[key].get_default()
-                return f"use {_written(key, None, as_flag=as_flag)}" if value == default else "leave it out"
-            here = f"{key}={'off' if value == 'on' else 'false'}"
-    else:
+    if fixed and text is not None and plain(text) in ("false", "no", "off", "0", "none"):
+        if value not in ("on", "true"):
+            default = all_keys()[key].get_default()
+            return f"use {_written(key, None, as_flag=as_flag)}" if value == default else "leave it out"
+        value = "off" if value == "on" else "false"
+    elif not fixed:
         instead = None if text is None else value_of(key, text)
-        given = None if term.note else instead or text
-        here = given if given and "=" in given and given == instead else f"{key}={given}" if given else key
-    key, _, value = here.partition("=")
+        value = "" if term.note else instead or text or ""
+        if "=" in value and value == instead:  # a replacement of the key too
+            key, _, value = value.partition("=")
     written = _written(key, value if value and _is_allowed(key, value) else None, as_flag=as_flag)
     return f"use {written}" + (f" ({term.note})" if term.note else "")
 
 
-def _written(key: str, value: str | None, *, as_flag: bool, bare: bool = False) -> str:
-    """Return how to set a key on the command line: its flag if `as_flag` and it has one, else `section.key=value`.
+def _name(key: str, *, as_flag: bool) -> str:
+    """Return a key's flag if `as_flag` and it has one, else the key."""
+    return next((name for name, flag in FLAGS.items() if as_flag and flag.key == key), key)
 
-    `bare`: return the name without a value.
-    """
-    flag = next((name for name, flag in FLAGS.items() if flag.key == key), None) if as_flag else None
-    if bare:
-        return flag or key
-    if flag is not None:
-        metavar = FLAGS[flag].metavar
-        return f"{flag} {quote(value) if value else metavar}" if metavar else flag
+
+def _written(key: str, value: str | None, *, as_flag: bool) -> str:
+    """Return how to set a key on the command line: its flag if `as_flag` and it has one, else `section.key=value`."""
+    if flag := FLAGS.get(_name(key, as_flag=as_flag)):
+        given = quote(value) if value else flag.metavar
+        return f"{_name(key, as_flag=True)} {given}" if flag.metavar else _name(key, as_flag=True)
     engine = " --engine deepspeed" if key.startswith("deepspeed.") else ""
     return f"{key}={_choices(key) if value is None else quote(value)}{engine}"
 
 
 def _choices(key: str) -> str:
     """Return a summary of a key's allowed values: `off|forward|backward`, `N|auto`, `TEXT`."""
-    kind: Any = all_keys()[key].annotation if key in all_keys() else None
-    open_ended = "N" if _holds(kind, int, float) else "TEXT" if _holds(kind, str) or kind is None else ""
-    return "|".join(dict.fromkeys([*([open_ended] if open_ended else []), *literals_of(kind)]))
-
-
-def _holds(annotation: Any, *kinds: type) -> bool:
-    """Return True if a type is one of `kinds`, or a union or list that contains one."""
-    if get_origin(annotation) is Literal:
-        return False
-    return annotation in kinds or any(_holds(inner, *kinds) for inner in get_args(annotation) if inner is not ...)
+    kind: Any = all_keys()[key].annotation if key in all_keys() else str
+    parts = list(_parts(kind))
+    open_ended = ["N"] if int in parts or float in parts else ["TEXT"] if str in parts else []
+    return "|".join(dict.fromkeys([*open_ended, *literals_of(kind)]))
 
 
 def _is_allowed(key: str, text: str) -> bool:
@@ -340,25 +322,19 @@ def _more_values(queue: list[str]) -> list[str]:
 
 
 def _apply_words(words: list[str], draft: _Draft) -> None:
-    """Apply flags and overrides to the draft in order. Mistakes are collected in it, not raised.
-
-    Steps or epochs of the file are dropped if the words have the other.
-    """
+    """Apply flags and overrides to the draft in order; steps or epochs of the file go if the words have the other."""
     queue = list(words)
     while queue:
         word = queue.pop(0)
-        if not word.startswith("-"):
-            key, equals, text = word.partition("=")
-            if equals:
-                draft.put(key, text, spelled=word)
-            else:
-                first = "a configuration file is the first word" if word.endswith((".yaml", ".yml")) else ""
-                what = _misplaced(word) or first or "expected section.key=value or a flag"
-                draft.mistakes.append(f"{word}: {what}")
-            continue
         name, equals, text = word.partition("=")
         flag = FLAGS.get(name)
-        if flag is None:
+        if equals and not word.startswith("-"):
+            draft.put(name, text, spelled=word)
+        elif not word.startswith("-"):
+            first = "a configuration file is the first word" if word.endswith((".yaml", ".yml")) else ""
+            what = _misplaced(word) or first or "expected section.key=value or a flag"
+            draft.mistakes.append(f"{word}: {what}")
+        elif flag is None:
             # What follows an unknown flag is most likely its value.
             follows = not equals and queue and not queue[0].startswith("-") and "=" not in queue[0]
             given = queue.pop(0) if follows else text if equals else None

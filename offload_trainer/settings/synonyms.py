@@ -1,8 +1,7 @@
 """Tables that map flags, keys, values and commands of other trainers to this program's names, for error messages.
 
-The words come from transformers, TRL, Axolotl, LLaMA-Factory, torchtune, nanoGPT, litgpt and DeepSpeed. A word that is
-not in the tables is compared with the known names, but only a likely misspelling is suggested: a wrong guess costs the
-user more than none.
+The words come from transformers, TRL, Axolotl, LLaMA-Factory, torchtune, nanoGPT, litgpt and DeepSpeed. For any other
+word only a likely misspelling of a known name is suggested: a wrong guess costs the user more than none.
 """
 
 import difflib
@@ -60,141 +59,112 @@ def _terms(table: str) -> Iterator[tuple[str, Term]]:
 # Other trainers' words behind the name of their equivalent here.
 _TERMS = f"""
     model.name: model_name_or_path base_model model_id model_name checkpoint_dir checkpointer.checkpoint_dir
-        pretrained_model_name_or_path init_from model_path initial_checkpoint_dir
+        pretrained_model_name_or_path init_from model_path
     model.random_init=true: from_scratch random_init
-    model.dtype: precision torch_dtype mixed_precision infer_dtype
-    model.dtype=bf16: bf16 bfloat16 pure_bf16 bf16.enabled bf16_full_eval
-    model.dtype=fp16: fp16 float16 half fp16.enabled fp16_full_eval
+    model.dtype: precision torch_dtype mixed_precision
+    model.dtype=bf16: bf16 bfloat16 bf16.enabled
+    model.dtype=fp16: fp16 float16 fp16.enabled
     model.dtype=fp32: fp32 float32
-    model.attention: attn_implementation attn flash_attn attention_implementation
-    model.attention=sdpa: flash_attention sdp_attention use_flash_attention_2 flash_attention_2 xformers_attention
-    model.activation_checkpointing=on: gradient_checkpointing activation_checkpointing use_gradient_checkpointing
-        enable_activation_checkpointing checkpoint_activations
-    model.activation_checkpointing=off: disable_gradient_checkpointing
+    model.attention: attn_implementation attn flash_attn
+    model.attention=sdpa: flash_attention sdp_attention use_flash_attention_2 xformers_attention
+    model.activation_checkpointing=on: gradient_checkpointing activation_checkpointing enable_activation_checkpointing
     model.offload_activations=true: activation_offloading enable_activation_offloading
     data.path: train_file dataset datasets dataset_name data_path train_data dataset_path data_dir data_files
-        dataset_dir train_dataset dataset.source pretraining_dataset data.json_path
-    data.validation_path: validation_file eval_dataset test_datasets eval_file val_data val_file test_file
-    data.text_field: dataset_text_field text_column field_messages
-    data.train_on=all: train_on_inputs train_on_prompt train_on_input train_on_source
-    data.train_on=answers: completion_only_loss assistant_only_loss train_on_responses_only mask_prompt
-    data.tokenizer: tokenizer_name tokenizer_name_or_path tokenizer_path tokenizer.path tokenizer_dir
+        dataset.source pretraining_dataset
+    data.validation_path: validation_file eval_dataset test_datasets eval_file val_data
+    data.text_field: dataset_text_field text_column
+    data.train_on=all: train_on_inputs train_on_prompt train_on_input
+    data.train_on=answers: completion_only_loss assistant_only_loss mask_prompt
+    data.tokenizer: tokenizer_name tokenizer_name_or_path tokenizer_path tokenizer.path
     data.seq_len: max_seq_length max_length block_size cutoff_len sequence_len max_seq_len context_length seq_length
-        model_max_length sequence_length n_ctx
-    optim.name: optim optimizer optimizer_type optimizer.type optimizer._component_ optimizer_name
+    data.cache: dataset_prepared_path cache_dir
+    optim.name: optim optimizer optimizer_type optimizer.type optimizer._component_
     optim.moment_dtype=8bit: adamw_8bit adam8bit paged_adamw_8bit adamw_bnb_8bit
-    optim.lr: learning_rate max_lr peak_lr
+    optim.lr: learning_rate max_lr
     optim.eps: adam_epsilon epsilon
     optim.weight_decay: wd
-    optim.max_grad_norm: max_grad_norm grad_clip gradient_clipping clip_grad_norm max_norm gradient_clip_val clip_grad
-    optim.schedule: lr_scheduler_type lr_scheduler scheduler lr_schedule decay_lr scheduler.type lr_decay_style
-    optim.warmup_steps: warmup_iters lr_warmup_steps num_warmup_steps warmup_num_steps warmup lr_warmup_iters
-    train.steps: max_steps max_iters num_steps train_steps max_train_steps max_steps_per_epoch total_steps train_iters
+    optim.max_grad_norm: max_grad_norm grad_clip gradient_clipping clip_grad_norm max_norm gradient_clip_val
+    optim.schedule: lr_scheduler_type lr_scheduler scheduler lr_schedule decay_lr scheduler.type
+    optim.warmup_steps: warmup_iters lr_warmup_steps num_warmup_steps warmup_num_steps warmup
+    train.steps: max_steps max_iters num_steps train_steps max_steps_per_epoch train_iters
     train.epochs: num_train_epochs num_epochs max_epochs
     train.micro_batch_size: per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu
     train.gradient_accumulation_steps: gradient_accumulation_steps grad_accum gradient_accumulation_iters
-        accumulate_grad_batches grad_accumulation_steps
-    train.deterministic=true: full_determinism use_deterministic_algorithms
-    train.eval_every: eval_steps eval_interval eval.interval evaluation_steps val_check_interval eval_freq
+        accumulate_grad_batches
+    train.deterministic=true: full_determinism
+    train.eval_every: eval_steps eval_interval eval.interval val_check_interval
     train.seed: data_seed random_seed
-    placement.optimizer=cpu: offload_optimizer cpu_offload fsdp_offload_params fsdp_cpu_offload optimizer_offload
+    placement.optimizer=cpu: offload_optimizer cpu_offload fsdp_offload_params fsdp_cpu_offload
     placement.optimizer: offload_optimizer.device offload_optimizer_device
-    placement.params=cpu: offload_param offload_params param_offload cpu_offload_params
+    placement.params=cpu: offload_param offload_params cpu_offload_params
     placement.params: offload_param.device device_map offload_param_device
-    placement.nvme: nvme_path offload_folder offload_dir nvme_dir offload_param_nvme_path offload_optimizer_nvme_path
+    placement.nvme: nvme_path offload_folder offload_dir
     placement.gpus: nproc_per_node num_gpus num_processes devices world_size
-    placement.threads: num_threads omp_num_threads num_cpu_threads_per_process cpuadam_cores_perc
-    save.output: output_dir out_dir output_directory save_dir default_root_dir checkpointer.output_dir
-    save.every: save_steps save_interval checkpoint_interval save_every_n_steps save_freq
+    placement.threads: num_threads omp_num_threads
+    save.output: output_dir out_dir save_dir checkpointer.output_dir
+    save.every: save_steps save_interval checkpoint_interval
     save.keep: save_total_limit keep_last_n_checkpoints
-    save.resume: resume_from_checkpoint auto_resume_from_checkpoints resume_from
-    save.trackers: report_to logger metric_logger log_with logger_name
+    save.resume: resume_from_checkpoint auto_resume_from_checkpoints
+    save.trackers: report_to logger metric_logger log_with
     save.trackers=wandb: wandb wandb_log use_wandb
-    parallel.tensor: tensor_parallel_size tp_size tensor_model_parallel_size tp autotp_size
+    parallel.tensor: tensor_parallel_size tp_size tensor_model_parallel_size autotp_size
     parallel.pipeline: pipeline_parallel_size pp_size pipeline_model_parallel_size
     deepspeed.zero_stage: zero_stage zero_optimization.stage
     deepspeed.sub_group_size: stage3_sub_group_size
     deepspeed.prefetch_bucket_size: stage3_prefetch_bucket_size
     deepspeed.max_live_parameters: stage3_max_live_parameters
-    model.attention=eager: eager_attention
-    data.cache: dataset_prepared_path cache_dir
-    data.shuffle: shuffle_dataset dataloader_shuffle
-    save.trackers=tensorboard: use_tensorboard
     deepspeed.aio_block_size: aio.block_size
     deepspeed.aio_queue_depth: aio.queue_depth
-    deepspeed.aio_threads: aio.thread_count aio.intra_op_parallelism
+    deepspeed.aio_threads: aio.thread_count
     changing the model's configuration needs random weights: --scratch |
-        model.overrides: config_overrides model_init_kwargs vocab_size dropout hidden_size num_hidden_layers config_name
-            bias tie_embeddings
+        model.overrides: config_overrides model_init_kwargs vocab_size dropout hidden_size num_hidden_layers
         model.overrides.n_layer: n_layer num_layers
         model.overrides.n_head: n_head num_heads
         model.overrides.n_embd: n_embd embed_dim
-    a share from 0 to 1 | data.validation: val_size val_set_size validation_split_percentage val_split_fraction
+    a share from 0 to 1 | data.validation: val_size val_set_size validation_split_percentage
     docs/architectures.md says which models support it |
         data.packing=on: sample_packing packed pack dataset.packed neat_packing packing_strategy padding_free
-            batch_flattening
     a file, or auto for the tokenizer's own | data.chat_template: template chat_template_path chat_template_jinja
     both in a list: optim.betas=[0.9,0.95] | optim.betas: beta1 beta2 adam_beta1 adam_beta2
-    in steps; auto: 2 % of the run's steps | optim.warmup_steps: warmup_ratio lr_warmup_fraction
-    of optim.schedule=wsd; others decay to the end | optim.decay_steps: lr_decay_iters num_decay_steps
-    a share of --lr | optim.final_lr_ratio: min_lr min_lr_ratio cosine_min_lr_ratio
+    in steps; auto: 2 % of the run's steps | optim.warmup_steps: warmup_ratio
+    a share of --lr | optim.final_lr_ratio: min_lr min_lr_ratio
     rows of one forward; {_ROWS_OF_STEP} | train.micro_batch_size: batch_size
-    {_ROWS_OF_STEP} | train.gradient_accumulation_steps: global_batch_size train_batch_size total_batch_size
+    {_ROWS_OF_STEP} | train.gradient_accumulation_steps: global_batch_size train_batch_size
     in steps |
         train.eval_every: eval_strategy evaluation_strategy run_val_every_n_steps evals_per_epoch
-        save.every: save_strategy always_save_checkpoint saves_per_epoch
+        save.every: save_strategy saves_per_epoch
     in rows | train.eval_rows: eval_iters max_eval_samples eval.max_iters
     its sizes are deepspeed.* | placement.engine=deepspeed: deepspeed zero_optimization ds_config deepspeed_config
-    models run eagerly, since compiled code would keep weights that have moved |
-        torch_compile compile torch_compile_backend
-    {_ADAPTERS} |
-        lora use_lora qlora dora use_dora peft use_peft adapter finetuning_type adapter_name_or_path lora_* peft_*
+    models run eagerly, since compiled code would keep weights that have moved | torch_compile compile
+    {_ADAPTERS} | lora use_lora qlora dora use_dora peft use_peft adapter finetuning_type lora_* peft_*
     {_FEWER_BITS} | load_in_4bit load_in_8bit quantize quantization_bit quantization_config fp8 bnb_*
-    {_PREFERENCES} | dpo beta reward_model kto grpo ppo orpo rlhf rl pref_beta pref_loss simpo_gamma
+    {_PREFERENCES} | dpo beta reward_model kto grpo ppo orpo rlhf rl
     every step is written to metrics.jsonl in --output, and the terminal shows progress; there is no key for it |
-        logging_steps log_interval log_every_n_steps steps_per_print disable_tqdm log_level plot_loss
-            wall_clock_breakdown log_freq logging_*
+        log_interval log_every_n_steps steps_per_print disable_tqdm log_level plot_loss logging_*
     a tracker names the run by --output | run_name wandb_run_name
     trackers read their own environment variables, such as WANDB_PROJECT | save.trackers: wandb_*
     {_UPLOADS} | push_to_hub upload hub_*
     --gpus N trains on several ranks: docs/scaling.md; `offload-train plan --parallel` |
-        fsdp strategy ddp num_nodes nnodes distributed_type ddp_* fsdp_*
+        fsdp strategy ddp num_nodes nnodes ddp_* fsdp_*
     a GPU is used if there is one (choose it with CUDA_VISIBLE_DEVICES); --gpus N uses several |
         gpu device no_cuda use_cpu local_rank gpu_id gpu_ids
     the newest checkpoints are kept (save.every, save.keep), whatever their loss |
-        load_best_model_at_end metric_for_best_model greater_is_better early_stopping_patience
+        load_best_model_at_end metric_for_best_model early_stopping_patience
     to start over, name another directory with --output | overwrite_output_dir overwrite_cache
     conversations in --data are enough (docs/tutorial.md); ZeRO's stage is deepspeed.zero_stage | stage sft
     --data reads the whole file; --steps ends a run earlier | max_samples max_train_samples streaming
     text is tokenised once with all CPU threads, and rows are read from the cache: there is nothing to set |
         preprocessing_num_workers dataset_num_proc num_workers dataset_processes dataloader_*
-    gradients of several micro-batches are summed in fp32 | grad_accum_dtype
-    fp16's loss scale follows its overflows | initial_scale_power loss_scale fp16.loss_scale loss_scale_window
-    `offload-train plan` with the same words writes nothing | dry_run
     the configuration file is the first word: `offload-train CONFIG.yaml` | config config_file
-    tokens at a time | model.loss_chunk: num_output_chunks
-    the model runs its own modules, and model.loss_chunk limits the logits in memory |
-        enable_liger_kernel liger_* use_liger_*
-    names of what stays fixed | model.freeze: unfrozen_parameters freeze_trainable_layers freeze_trainable_modules
+    the model runs its own modules, and model.loss_chunk limits the logits in memory | use_liger_kernel liger_*
     a weight for each --data | data.mixture: interleave_probs mix_strategy
-    docs/data.md lists the file formats of --data | data.format: prompt_style
-    rows of a stream | data.shuffle: shuffle_buffer_size
-    `offload-train sample RUN --tokens N` | max_new_tokens eval.max_new_tokens
-    no such option: `offload-train` trains and evaluates; `offload-train prepare` only tokenises |
-        do_train do_eval do_predict
+    no such option: `offload-train` trains and evaluates; `offload-train prepare` only tokenises | do_train do_eval
     all rows have the length --seq-len; data.packing=on puts several conversations in a row |
-        group_by_length pad_to_max_length pad_to_sequence_len pad_to_multiple_of dataloader_drop_last
-    no such key; use the Python library with your own loop | neftune_noise_alpha label_smoothing_factor
-    matrix products use --dtype; fp32 is not replaced by tf32 | tf32
-    a plan that does not fit names a --micro-batch that does, if there is one | auto_find_batch_size
-    export a run afterwards: `offload-train export RUN DIR` | export_dir export_size merge_lora
-    evaluations use --micro-batch too | per_device_eval_batch_size eval_accumulation_steps
-    model.activation_checkpointing=on has no further options | gradient_checkpointing_kwargs
+        group_by_length pad_to_max_length pad_to_sequence_len
+    evaluations use --micro-batch too | per_device_eval_batch_size
     for a dataset from the hub: --data hub:OWNER/NAME/CONFIGURATION:SPLIT |
         dataset_train_split dataset_test_split dataset_config dataset_split split
     the matrices of blocks follow Muon and all other weights AdamW: optim.name=muon | optim.name: use_muon muon
-    optim.name is adamw or muon | use_galore use_badam use_apollo use_adam_mini adafactor galore_* badam_* apollo_*
-    each of these has its own key: docs/config.md | lr_scheduler_kwargs optim_args dataset_kwargs
 """
 
 # Values of other trainers behind the equivalent value, or the replacement for key and value.

@@ -1,7 +1,4 @@
-"""Measurements of a step in this process: seconds by phase, bytes of drive traffic, memory use.
-
-All of them are counted by a clock, the kernel or CUDA; none is derived from the model's shape.
-"""
+"""Measurements of a step in this process, by a clock, the kernel or CUDA: seconds by phase, drive traffic, memory."""
 
 from __future__ import annotations
 

@@ -1,24 +1,20 @@
 """HTML reports of one run, or of several runs side by side, on a single page without network access or scripts.
 
-    StepRecord, EvalRecord ─┐
-    what was predicted ─────┴─ report_page, comparison_page ── report.html (the template)
-
-Charts are inline SVG in the page's colours. Their units suit a page 400 to 800 pixels wide: the widest number fits.
+Charts are inline SVG. Their units suit a page 400 to 800 pixels wide: the widest number fits.
 """
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
 from string import Template
-from typing import Any
+from typing import Any, NamedTuple
 
 from offload_trainer.errors import UserError
-from offload_trainer.safe_files import is_there, open_file
+from offload_trainer.safe_files import file_bytes
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord, median_phases, median_speed, steady
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -31,17 +27,13 @@ _LOGS = 10**6  # bytes a step; a run that writes less writes logs only, no page 
 _HEAD = 4096  # bytes in which a page's generator tag is searched
 _MOST_POINTS = 800  # about one per pixel
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _MARGIN = 640, 280, 92, 34, 14
-_COLOURS = 8  # number of colours in the page's style
-_DASHES = (("none", "solid"), ("7 4", "dashed"), ("2 3", "dotted"))  # of the first eight lines, the next eight, ...
-_HEAD_OF_PREDICTED = ("", "available", "predicted", "measured", "measured / predicted")
 RELOAD = '<meta http-equiv="refresh" content="10">'  # in the page of a run that goes on
 
 
 # -- pages -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """A line of (step, value) points."""
 
     name: str
@@ -64,23 +56,24 @@ def report_page(
     """
     train = [(float(row.step), row.loss) for row in rows if row.loss is not None]
     validation = [(float(e.step), e.validation_loss) for e in evaluations if e.validation_loss is not None]
-    losses = [Series("training", train), Series("validation", validation, dots=True)]
+    losses = lines([Series("training", train), Series("validation", validation, dots=True)], label="loss over steps")
+    head = ("", "available", "predicted", "measured", "measured / predicted")
     points = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    sections = [
-        ("Loss", lines(losses, label="loss over steps") or "<p>No finished step has a loss.</p>"),
-        ("Predicted and measured", _table([_HEAD_OF_PREDICTED, *predicted] if predicted else ())),
-        ("Notes", f"<ul>{points}</ul>" if notes else ""),
-        ("Memory", _memory(rows)),
-    ]
-    found = results(rows, evaluations)
+    found, (total, left) = results(rows, evaluations), progress
     facts = {label: in_words(label, value) for label, value in found.items() if value is not None}
     if rows:
-        facts["steps"] += f" of {progress[0]}"
-    if rows and progress[1] is not None:
-        facts["time left"] = format_seconds(progress[1])
+        facts["steps"] += f" of {total}"
+    if rows and left is not None:
+        facts["time left"] = format_seconds(left)
     if written := found.get("written to drives, a step"):
         facts["steps that wear 1 TB of a drive's endurance (TBW)"] = format_count(1e12 / written)
-    return _page(title=title, facts=facts, sections=sections, live=progress[1] is not None)
+    sections = {
+        "Loss": losses or "<p>No finished step has a loss.</p>",
+        "Predicted and measured": _table([head, *predicted]) if predicted else "",
+        "Notes": f"<ul>{points}</ul>" if notes else "",
+        "Memory": _memory(rows),
+    }
+    return _page(title, facts, sections, live=left is not None)
 
 
 def predicted_row(
@@ -93,35 +86,31 @@ def predicted_row(
 
 
 def comparison_page(losses: Sequence[Series], table: Rows) -> str:
-    sections = [
-        ("Loss", lines(losses, label="loss over steps")),
-        ("Side by side", f'<div class="names">{_table(table)}</div>'),
-    ]
-    return _page(title="Runs side by side", facts={}, sections=sections)
+    chart, beside = lines(losses, label="loss over steps"), f'<div class="names">{_table(table)}</div>'
+    return _page("Runs side by side", {}, {"Loss": chart, "Side by side": beside})
 
 
 def refuse_foreign(path: Path) -> None:
     """Raise UserError if `path` exists and is not a page written by this program."""
-    if not is_there(path):
-        return
     try:
-        with open(open_file(path), "rb") as file:
-            ours = b'<meta name="generator" content="offload-trainer">' in file.read(_HEAD)
+        if b'<meta name="generator" content="offload-trainer">' in file_bytes(path)[:_HEAD]:
+            return
+    except FileNotFoundError:
+        return
     except ValueError:
-        ours = False
-    if not ours:
-        raise UserError(f"{path}: already exists, but is not a report of this program; name another file")
+        pass
+    raise UserError(f"{path}: already exists, but is not a report of this program; name another file")
 
 
-def _page(*, title: str, facts: Mapping[str, str], sections: Sequence[tuple[str, str]], live: bool = False) -> str:
+def _page(title: str, facts: Mapping[str, str], sections: Mapping[str, str], *, live: bool = False) -> str:
     """Return the page from the template. Sections without content are left out."""
     entries = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items())
-    body = "\n".join(f"<h2>{escape(heading)}</h2>\n{content}" for heading, content in sections if content)
-    frame = Template((files(__package__) / "report.html").read_text(encoding="utf-8"))
-    facts_list = f"<dl>{entries}</dl>" if entries else ""
+    head = f"<dl>{entries}</dl>" if entries else ""
     if live:
-        facts_list += f"\n<p>The run goes on. Written at {time.strftime('%Y-%m-%d %H:%M:%S')}; reloads itself.</p>"
-    return frame.substitute(reload=RELOAD if live else "", title=escape(title), facts=facts_list, body=body)
+        head += f"\n<p>The run goes on. Written at {time.strftime('%Y-%m-%d %H:%M:%S')}; reloads itself.</p>"
+    body = "\n".join(f"<h2>{escape(heading)}</h2>\n{content}" for heading, content in sections.items() if content)
+    frame = Template((files(__package__) / "report.html").read_text(encoding="utf-8"))
+    return frame.substitute(reload=RELOAD if live else "", title=escape(title), facts=head, body=body)
 
 
 # -- parts of a page --------------------------------------------------------------------------------------------------
@@ -175,8 +164,7 @@ def _memory(rows: Sequence[StepRecord]) -> str:
     charts = []
     for tier, peak in _PEAKS.items():
         name = tier if tier == "drives" else tier.upper()
-        ends = [(float(row.step), float(row.memory[tier])) for row in rows if row.memory.get(tier)]
-        if ends:
+        if ends := [(float(row.step), float(row.memory[tier])) for row in rows if row.memory.get(tier)]:
             series = [Series(f"{name} now", ends)]
             if peak:
                 series.append(Series(f"{name} peak", [(float(row.step), float(getattr(row, peak))) for row in rows]))
@@ -185,8 +173,6 @@ def _memory(rows: Sequence[StepRecord]) -> str:
 
 
 def _table(rows: Rows) -> str:
-    if not rows:
-        return ""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in rows[1:])
     return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table></div>'
@@ -195,24 +181,28 @@ def _table(rows: Rows) -> str:
 # -- charts -----------------------------------------------------------------------------------------------------------
 
 
-def ticks(low: float, high: float, *, about: int) -> list[float]:
-    """Return about `about` round numbers in ``low..high``, spaced 1, 2 or 5 times a power of ten apart."""
+def colour(number: int) -> str:
+    """Return the colour of a chart's line, to be read on light and dark pages; the golden angle keeps hues apart."""
+    return f"oklch(0.62 0.14 {250 + 137.5 * number:g}deg)"
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Return about five round numbers in ``low..high``, spaced 1, 2 or 5 times a power of ten apart."""
     if high <= low:
         return [low]
-    rough = (high - low) / about
+    rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     gap = power * min((1, 2, 5, 10), key=lambda factor: abs(math.log(factor * power / rough)))
     return [round(i * gap, 12) for i in range(math.ceil(low / gap), math.floor(high / gap) + 1)]
 
 
 def lines(
-    given: Sequence[Series], *, label: str, text: Callable[[float], str] = "{:g}".format, from_zero: bool = False
+    series: Sequence[Series], *, label: str, text: Callable[[float], str] = "{:g}".format, from_zero: bool = False
 ) -> str:
     """Return a chart of the series over steps on one scale, with their names below it; "" if none has a point."""
-    series = [Series(one.name, one.points[:: 1 + len(one.points) // _MOST_POINTS], one.dots) for one in given]
-    series = [one for one in series if one.points]
-    if not series:
+    if not (series := [one for one in series if one.points]):
         return ""
+    series = [one._replace(points=one.points[:: 1 + len(one.points) // _MOST_POINTS]) for one in series]
     xs, ys = zip(*(point for one in series for point in one.points), strict=True)
     (x_low, x_high), (y_low, y_high) = (min(xs), max(xs)), (0.0 if from_zero else min(ys), max(ys))
     air = 0.05 * (y_high - y_low) or 0.5  # gives a flat curve a scale too
@@ -224,28 +214,23 @@ def lines(
         down = (y_high - y) / (y_high - y_low)
         return _LEFT + (right - _LEFT) * across, _MARGIN + (_HEIGHT - _MARGIN - _BOTTOM) * down
 
-    parts = []
-    for tick in ticks(y_low, y_high, about=5):
+    parts, names = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}">'], []
+    for tick in _ticks(y_low, y_high):
         y = place(x_low, tick)[1]
         parts.append(f'<line class="rule" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text(tick)}</text>')
-    for tick in ticks(x_low, x_high, about=5):
+    for tick in _ticks(x_low, x_high):
         if tick == int(tick):  # label whole steps only
             x = place(tick, 0)[0]
             parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{format_count(tick)}</text>')
-    names = []
-    for number, one in enumerate(series):
-        colour, (dashes, underline) = f"var(--c{number % _COLOURS})", _DASHES[number // _COLOURS % len(_DASHES)]
-        placed = [place(*point) for point in one.points]
-        corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-        style = f"stroke: {colour}; stroke-dasharray: {dashes}"
-        parts.append(f'<polyline class="line" style="{style}" points="{corners}"><title>{escape(one.name)}</title>')
-        parts.append("</polyline>")
-        names.append(f'<span style="color: {colour}; border-bottom: 2px {underline}">{escape(one.name)}</span>')
-        if one.dots or len(placed) == 1:  # a single point draws no line
-            for (step, value), (x, y) in zip(one.points, placed, strict=True):
-                title = escape(f"step {step:.0f}: {text(value)}")
-                circle = f'cx="{x:.1f}" cy="{y:.1f}" r="4" style="fill: {colour}"'
-                parts.append(f"<circle {circle}><title>{title}</title></circle>")
-    svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}">'
-    return "\n".join([svg, *parts, "</svg>", f'<p class="key">{" ".join(names)}</p>'])
+    for number, (name, points, dots) in enumerate(series):
+        corners = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in points)
+        line = f'<polyline class="line" style="stroke: {colour(number)}" points="{corners}">'
+        parts.append(f"{line}<title>{escape(name)}</title></polyline>")
+        names.append(f'<span style="color: {colour(number)}">{escape(name)}</span>')
+        for step, value in points if dots or len(points) == 1 else ():  # a single point draws no line
+            x, y = place(step, value)
+            title = escape(f"step {step:.0f}: {text(value)}")
+            circle = f'cx="{x:.1f}" cy="{y:.1f}" r="4" style="fill: {colour(number)}"'
+            parts.append(f"<circle {circle}><title>{title}</title></circle>")
+    return "\n".join([*parts, "</svg>", f'<p class="key">{" ".join(names)}</p>'])

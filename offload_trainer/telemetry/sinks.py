@@ -1,14 +1,5 @@
 """Outputs of a run's step and evaluation records: JSON lines files, the terminal, the report, and trackers if set.
 
-    record ── Telemetry ─┬─ JsonLines: metrics.jsonl, evaluations.jsonl
-                         ├─ Screen: a live line, or plain lines without a terminal
-                         ├─ report.html while the run goes on
-                         └─ Trackers: TensorBoard, wandb, trackio
-
-The live line names the phase that takes most of the step and what limits it:
-
-12/300 |          | loss 3.1416  1.02 k tokens/s  3 min 20 s left  update 62% (drive)  drive 1.9 GB/s  ...
-
 A tracker that cannot start prevents the run; one that fails later is dropped with one message. A resumed run continues
 the tracker's run, whose id is in trackers.json.
 """
@@ -19,7 +10,6 @@ import json
 import math
 import os
 import secrets
-import sys
 import threading
 import time
 from collections import deque
@@ -28,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from offload_trainer.errors import TrainerError, UserError, reason
@@ -41,7 +32,7 @@ _REPORT_EVERY = 10.0  # least seconds between two writes of report.html
 _REPORT_SHARE = 0.01  # longest share of the time that writing it may take
 _LEAST_MOVED = 1e6  # bytes per second; drive traffic below this is only logs
 _WINDOW = 20  # steps averaged for speeds and shares: an overlapped update makes one step long and the next short
-_REDRAW = 0.1  # least seconds between two live lines
+_LONGEST = 60.0  # seconds after which a step is printed even if it is not at a twentieth of the run
 
 
 @lenient_record
@@ -85,10 +76,19 @@ class Telemetry:
     It is written after the first step, then at most once in ten seconds and in one hundredth of the time.
     """
 
-    def __init__(self, directory: Path, *, done: int, screen: Screen, trackers: Trackers | None = None) -> None:
-        self._trackers, self._screen, self._report = trackers, screen, directory / "report.html"
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        done: int,
+        screen: Screen,
+        trackers: Sequence[str] = (),
+        config: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Open the files and start `trackers`, which get the configuration as section.key: value."""
+        self._screen, self._trackers = screen, Trackers(trackers, directory, config, done=done, say=screen.say)
         self.page: Callable[[float | None], str] | None = None  # set by the run, which knows the plan
-        self._page_due, self._page_failed = -math.inf, False
+        self._report, self._page_due, self._page_failed = directory / "report.html", -math.inf, False
         self._metrics = JsonLines(directory / "metrics.jsonl", done=done)
         self._evaluations = JsonLines(directory / "evaluations.jsonl", done=done)
 
@@ -101,8 +101,7 @@ class Telemetry:
             self._write_page(self._screen.seconds_left(record.step))
             end = time.monotonic()
             self._page_due = end + max(_REPORT_EVERY, (end - start) / _REPORT_SHARE)
-        if self._trackers is not None:
-            self._trackers.put("train", record)
+        self._trackers.put("train", record)
 
     def evaluation(self, record: EvalRecord) -> None:
         self._evaluations.write(record.to_json())
@@ -110,8 +109,7 @@ class Telemetry:
             f"validation after step {record.step}: loss {_four_digits(record.validation_loss)}"
             f"  perplexity {'-' if record.perplexity is None else f'{record.perplexity:.5g}'}"
         )
-        if self._trackers is not None:
-            self._trackers.put("validation", record)
+        self._trackers.put("validation", record)
 
     def end(self, *, failed: bool = False) -> None:
         """Write the page of a run that has ended, unless it has `failed` before this process finished a step."""
@@ -119,11 +117,9 @@ class Telemetry:
             self._write_page(None)
 
     def close(self) -> None:
-        self._screen.close()
         self._metrics.close()
         self._evaluations.close()
-        if self._trackers is not None:
-            self._trackers.close()
+        self._trackers.close()
 
     def _write_page(self, left: float | None) -> None:
         try:
@@ -140,11 +136,10 @@ class Telemetry:
 
 
 class Screen:
-    """Progress of a run: loss, speed, bottleneck and time left, on one live line or as a plain line every 20th.
+    """Progress of a run: loss, speed, bottleneck and time left, at each twentieth of the run and at least each minute.
 
     `total` and `initial`: steps of the whole run, and done before. `bounds`: what each phase waits for by the plan.
-    `drives`: the run keeps state on drives, so their traffic is shown. `say` gets the plain lines. What is printed
-    begins with `clear`, which removes the live line, and ends with it, `live()`, unless by a signal handler.
+    `drives`: the run keeps state on drives, so their traffic is shown. `say` gets the lines.
     """
 
     def __init__(
@@ -152,48 +147,31 @@ class Screen:
     ) -> None:
         self._total, self._initial, self.say, self._bounds, self._drives = total, initial, say, bounds, drives
         self._recent = deque[StepRecord](maxlen=_WINDOW)
-        self._started: float | None = None  # set at the first step, since a run's start-up is not part of its pace
-        self.clear, self._line, self._drawn = "\r\033[K" if is_live() else "", "", -math.inf
+        self._started = self._said = 0.0  # set at the first step, since a run's start-up is not part of its pace
 
     def step(self, record: StepRecord) -> None:
-        if self._started is None:
-            self._started = time.monotonic() - record.seconds
+        now = time.monotonic()
+        if not self._recent:
+            self._started = self._said = now - record.seconds
         self._recent.append(record)
-        last = record.step == self._total
-        if self.clear:
-            begin, columns = f"{record.step}/{self._total} |{'#' * (10 * record.step // self._total):<10}| ", _columns()
-            self._line = (begin + self._numbers(record, room=columns - len(begin)))[: max(columns, 1)]
-            if last:
-                self.close()
-            elif time.monotonic() - self._drawn >= _REDRAW:
-                print(f"{self.clear}{self._line}", end="", file=sys.stderr, flush=True)
-                self._drawn = time.monotonic()
-        elif last or record.step % max(1, self._total // 20) == 0:
+        at_twentieth = record.step % max(1, self._total // 20) == 0
+        if at_twentieth or record.step == self._total or now - self._said >= _LONGEST:
+            self._said = now
             self.say(f"step {record.step}/{self._total}  {self._numbers(record)}")
 
     def seconds_left(self, step: int) -> float:
         """Return the seconds from `step`, which `step()` has shown, to the end of the run at the pace so far."""
-        elapsed = time.monotonic() - (self._started or 0.0)  # includes validations and saves
+        elapsed = time.monotonic() - self._started  # includes validations and saves
         return elapsed / (step - self._initial) * (self._total - step)
 
-    def live(self) -> str:
-        return self._line
-
-    def close(self) -> None:
-        """Leave the live line on the screen and end it."""
-        if self._line:
-            print(f"{self.clear}{self._line}", file=sys.stderr, flush=True)
-        self._line = ""
-
-    def _numbers(self, record: StepRecord, *, room: float = math.inf) -> str:
-        """Format a step's numbers, the most important first; those that do not fit `room` columns are left out."""
+    def _numbers(self, record: StepRecord) -> str:
+        """Format a step's numbers, the most important first."""
         seconds = sum(row.seconds for row in self._recent)
         speed = sum(row.tokens_per_second * row.seconds for row in self._recent) / seconds
         moved = sum((row.nvme_read_bytes or 0) + (row.nvme_written_bytes or 0) for row in self._recent) / seconds
         took: dict[str, float] = {}
-        for row in self._recent:
-            for name, spent in row.phases.items():
-                took[name] = took.get(name, 0.0) + spent
+        for name, spent in (phase for row in self._recent for phase in row.phases.items()):
+            took[name] = took.get(name, 0.0) + spent
         phase = max(took, key=took.__getitem__, default="")
         bound = f" ({self._bounds[phase]})" if phase in self._bounds else ""
         fields = [
@@ -206,22 +184,7 @@ class Screen:
             f"rate {record.lr:.3g}",
             "skipped" if record.skipped else "",
         ]
-        fields = list(filter(None, fields))
-        while len(fields) > 1 and len("  ".join(fields)) > room:
-            fields.pop()
-        return "  ".join(fields)
-
-
-def _columns() -> int:
-    """Return the width of the live line: four columns less than stderr's terminal, which shows ^C behind it."""
-    with suppress(OSError, ValueError):  # no terminal
-        return os.get_terminal_size(sys.stderr.fileno()).columns - 4
-    return sys.maxsize
-
-
-def is_live() -> bool:
-    """Return whether stderr is a terminal that can overwrite a line."""
-    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        return "  ".join(filter(None, fields))
 
 
 def _four_digits(value: float | None) -> str:
@@ -255,9 +218,8 @@ class Trackers:
         `config`: section.key: value. `done`: steps done before this start, if the run is resumed.
         """
         self._say, self._trackers = say, dict[str, Started]()
-        known: dict[str, str] = {}
-        memory = directory / "trackers.json"
-        if done and memory.exists():
+        known, memory = dict[str, str](), directory / "trackers.json"
+        if names and done and memory.exists():
             fix = "Remove it: trackers then begin another run for the rest of this one"
             known = read_back(memory, dict[str, str], fix=fix)
         for name in dict.fromkeys(names):
@@ -266,13 +228,14 @@ class Trackers:
                 self._trackers[name] = begin(directory, config, done, known.get(name))
             except Exception as error:  # errors of a library, a network or an account
                 raise UserError(f"save.trackers={name} cannot begin: {one_line(error)}. {fix}") from error
-        identities = {name: identity for name, (identity, _, _) in self._trackers.items()}
-        write_text(memory, json.dumps(known | identities, indent=1))
+            known[name] = self._trackers[name][0]
+        if names:
+            write_text(memory, json.dumps(known, indent=1))
 
     def put(self, group: str, record: StepRecord | EvalRecord) -> None:
         """Log a finished step (group "train") or validation, as train/loss, phases/forward, validation/loss, ..."""
         numbers: Numbers = {}
-        for name, value in asdict(record).items():
+        for name, value in asdict(record).items() if self._trackers else ():
             if isinstance(value, dict):
                 numbers |= {f"{name}/{key}": number for key, number in value.items()}
             elif name != "step" and value is not None:
@@ -285,9 +248,8 @@ class Trackers:
         thread.start()
         thread.join(_LAST)
         if thread.is_alive():
-            self._say(
-                f"note: {', '.join(self._trackers)}: not all was taken within {_LAST:.0f} s; metrics.jsonl has it"
-            )
+            late = ", ".join(self._trackers)
+            self._say(f"note: {late}: not all was taken within {_LAST:.0f} s; metrics.jsonl has it")
 
     def _each(self, act: Callable[..., object]) -> None:
         """Call `act` with what logs and what ends each tracker; drop one for which it raises."""
@@ -356,11 +318,13 @@ def _trackio(directory: Path, config: Mapping[str, Any], _: int, identity: str |
     return identity, lambda numbers, step: began.log(numbers, step=step), began.finish
 
 
-_OFFLINE = "`wandb login`, or WANDB_MODE=offline, which writes to the run directory alone (`wandb sync` sends that)"
 # What starts a tracker: of a run directory, its configuration as section.key: value, the steps done before, and the
 # known id. Then advice for the user if it cannot start.
 _KINDS: dict[str, tuple[Callable[[Path, Mapping[str, Any], int, str | None], Started], str]] = {
     "tensorboard": (_tensorboard, "Look at the run directory, or leave it out"),
-    "wandb": (_wandb, _OFFLINE),
+    "wandb": (
+        _wandb,
+        "`wandb login`, or WANDB_MODE=offline, which writes to the run directory alone (`wandb sync` sends that)",
+    ),
     "trackio": (_trackio, "Name another TRACKIO_DIR, or leave it out"),
 }

@@ -18,16 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 pytestmark = [pytest.mark.slow(40), pytest.mark.network]
 
 SCRIPT = f"python {published_models.__file__}"
-# The converter knows byte-level BPE tokenizers by a hash, and these are not among them. It reads Phi-3's tokenizer from
-# SentencePiece's file alone.
-UNCHANGED = ("llama-tied", "mistral", "mixtral")  # read by the converter as it is
-CONVERTED = f"""
-import sys, convert_hf_to_gguf, conversion.base, conversion.phi
-exports = sorted(sys.argv[1:], key=lambda export: export.split("/")[-2] not in {UNCHANGED})
-for number, export in enumerate(exports):
-    if number == {len(UNCHANGED)}:
-        conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
-        conversion.phi.Phi3MiniModel.set_vocab = lambda self: self._set_vocab_llama_hf()
+# The converter knows byte-level BPE tokenizers by a hash, and these are not among them.
+CONVERTED = """
+import sys, convert_hf_to_gguf, conversion.base
+conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+for export in sys.argv[1:]:
     sys.argv[1:] = [export, "--outfile", export + ".gguf", "--outtype", "f32"]
     convert_hf_to_gguf.main()
 """
@@ -70,9 +65,7 @@ def test_a_converted_export_has_transformers_log_probabilities(
     call("model.overrides.initializer_range=0.3", *TINY, "--steps", 1, "train.eval_every=0", output=tmp_path / "run")
     done = ask("export", tmp_path / "run", tmp_path / "trained/fp32", "--dtype", "fp32")
     assert done.returncode == 0, done.stderr
-    # llama.cpp has no key for the base of Gemma's local layers.
     found = {path.parent.name: path for path in exports if path.name == "fp32" and path.parent.parent.name == "new"}
-    del found["gemma3-local-base"]
     run(f"convert-hf-to-gguf {found['llama']} --outfile {found['llama']}.gguf --outtype f32", there)
     found["trained"] = tmp_path / "trained/fp32"
     others = shlex.join(str(export) for name, export in found.items() if name != "llama")
@@ -82,9 +75,7 @@ def test_a_converted_export_has_transformers_log_probabilities(
     for name, export in found.items():
         model = AutoModelForCausalLM.from_pretrained(export, attn_implementation="eager")
         ids = AutoTokenizer.from_pretrained(export)(TEXT).input_ids
-        # llama.cpp chooses Phi-3's factors by the size of its cache, transformers by the length of the text.
-        counts = (36, 45) if name == "phi3" else (1, 3, 8, 20)
-        prompts = [ids[:count] for count in (*counts, len(ids)) if count <= len(ids)]
+        prompts = [ids[:count] for count in (1, 3, 8, 20, len(ids)) if count <= len(ids)]
         with torch.no_grad():
             right[name] = torch.stack([model(torch.tensor([ids])).logits[0, -1].log_softmax(-1) for ids in prompts])
         asked.append((f"{export}.gguf", right[name].shape[1], prompts))

@@ -52,11 +52,6 @@ _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
-_LONG = {
-    "type": "longrope",
-    "short_factor": [1.0 + i / 4 for i in range(8)],
-    "long_factor": [2.0 + i for i in range(8)],
-}
 
 
 def pieces() -> PreTrainedTokenizerFast:
@@ -91,23 +86,12 @@ def byte_letters() -> PreTrainedTokenizerFast:
 
 # Model type, its configuration under the names of transformers 4, and its tokenizer
 MODELS: dict[str, tuple[str, dict[str, Any], Callable[[], PreTrainedTokenizerFast]]] = {
-    "llama": ("llama", _SIZES, llama_pieces),
-    "llama-tied": ("llama", {**_SIZES, "tie_word_embeddings": True}, pieces),
+    "llama": ("llama", {**_SIZES, "tie_word_embeddings": True}, llama_pieces),
     "llama3.1": ("llama", {**_SIZES, "rope_scaling": _LLAMA3}, byte_letters),
     "qwen3": ("qwen3", {**_SIZES, "head_dim": 16}, byte_letters),
-    "mistral": ("mistral", {**_SIZES, "head_dim": 16, "sliding_window": None}, pieces),
     "mixtral": ("mixtral", {**_SIZES, "head_dim": 16, "num_local_experts": 4, "sliding_window": None}, pieces),
     # llama.cpp knows the base of Gemma's local layers, and that each sixth is global.
     "gemma3": ("gemma3_text", {**_SIZES, **_GEMMA, "num_hidden_layers": 6}, byte_letters),
-    "gemma3-local-base": (
-        "gemma3_text",
-        {**_SIZES, **_GEMMA, "rope_local_base_freq": 50.0, "layer_types": ["sliding_attention", "full_attention"]},
-        byte_letters,
-    ),
-    "phi3": (
-        "phi3", {**_SIZES, "rope_scaling": _LONG, "original_max_position_embeddings": 32, "sliding_window": None},
-        pieces,
-    ),
     "gpt2": (
         "gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.15}, byte_letters
     ),

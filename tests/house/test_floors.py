@@ -138,7 +138,7 @@ JSON = {
 def test_only_one_module_reads_pickles() -> None:
     """It reads those of imports, without running their code; object collectives would unpickle too."""
     for module, path in modules().items():
-        reads, text = module == "run.foreign", path.read_text()
+        reads, text = module == "run.commands.import_checkpoint", path.read_text()
         assert {name.partition(".")[0] for name in imports(path)} & PICKLES == ({"pickle"} if reads else set()), module
         assert not {"torch.load", "torch.serialization"} & imports(path), module
         assert ("torch.load(" in text) == reads, module

@@ -4,7 +4,6 @@ import json
 import os
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.machine import rate_cache
 from offload_trainer.model.pretrained import checkpoint_files
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, Rate, Rates, read_machine
-from offload_trainer.run.checkpoint import RunConfiguration, RunRecord, TrainState, check_resume, read_state, reading
-from offload_trainer.run.export import model_card
+from offload_trainer.run.checkpoint import RunRecord, TrainState, check_resume, read_state, reading
 from offload_trainer.safe_files import file_bytes, parsed, read_back, shown
 from offload_trainer.storage.manifest import Manifest
 from offload_trainer.storage.retention import find_checkpoint
@@ -121,22 +119,6 @@ def test_a_manifest_may_hold_more_than_is_read(tmp_path: Path) -> None:
     _edit(checkpoint, lambda manifest: manifest.update(more=1))
     assert check_resume(checkpoint, RECORD) == []
     assert read_state(checkpoint).step == 2
-
-
-def test_a_card_needs_a_usable_run_record(tmp_path: Path) -> None:
-    checkpoint = save(tmp_path, 2)
-
-    def card() -> str:
-        run = read_back(checkpoint / "run.json", RunConfiguration, fix="")
-        return model_card(tmp_path, dtype="fp16", source="a run", run=run, step=2)
-
-    _edit(checkpoint, lambda run: run.update(config={"model": 1}), name="run.json")
-    with pytest.raises(UserError, match=r"run\.json cannot be read: config.model should be"):
-        card()
-    for damaged in ({"config": {}, "environment": {"packages": ["x"]}}, {"config": {"data": {"path": 5}}}):
-        _edit(checkpoint, lambda run, damaged=damaged: run.update(damaged), name="run.json")
-        with suppress(UserError):
-            card()
 
 
 # -- machines --------------------------------------------------------------------------------------------------------

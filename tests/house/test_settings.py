@@ -1,24 +1,43 @@
-"""Tests of the configuration: it is strict, reports all mistakes together, and needs no torch."""
+"""Tests of the command line: a strict configuration, other trainers' words, help, and messages, without torch."""
 
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from contextlib import chdir, suppress
+from dataclasses import fields, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from pydantic import ValidationError
+from sample_plans import SHAPES, machine, wish
 
-from offload_trainer import settings
-from offload_trainer.cli import parse, take_command
+from offload_trainer import cli, settings
+from offload_trainer.cli import COMMANDS, parse, take_command
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
-from offload_trainer.settings import dump_config, literals_of, load_config
+from offload_trainer.plan.planner import _why_not, make_plan
+from offload_trainer.run.directory import Log
+from offload_trainer.settings import FLAGS, all_keys, dump_config, literals_of, load_config
+from offload_trainer.settings.synonyms import (
+    _BY_COMMAND,
+    _BY_VALUE,
+    _BY_WORD,
+    _COMMANDS,
+    _FAMILIES,
+    _NEAR,
+    _TERMS,
+    _terms,
+    nearest,
+    plain,
+)
 from offload_trainer.storage.owned_dirs import cache_directory
+from offload_trainer.units import shown
 
 
 def mistakes(*words: str) -> list[str]:
@@ -88,7 +107,8 @@ def test_values_of_the_file_and_then_of_words_in_order(
     assert load_config([str(path)]) == config
 
 
-def test_an_invalid_list_is_refused_and_a_pattern_is_taken_unchanged() -> None:
+def test_an_invalid_list_is_refused() -> None:
+    """And a pattern that YAML would refuse is taken unchanged."""
     (told,) = mistakes(r'model.freeze=[wte,"h\.0\."]')
     assert told.startswith(r'model.freeze=[wte,"h\.0\."]: not YAML: ')
     assert "unknown escape character" in told
@@ -176,23 +196,18 @@ def test_a_wrong_name_of_the_file_leads_to_the_file_beside_it(tmp_path: Path) ->
             take_command(["x" * 300])
 
 
-@pytest.mark.parametrize(
-    ("word", "wanted"),
-    [
-        ("optim.lr=abc", "a number"),
-        ("train.epochs=abc", "a number or 'auto'"),
-        ("train.steps=1.5", "a whole number"),
-        ("optim.betas=[0.9]", "a list of all"),
-        ("data.template_date=today", "a day, such as 2026-01-31, or auto"),
-        # words are read within the limits of files
-        ("optim.lr=&a 1", "a number"),
-        ("optim.lr=!!timestamp a", "a number"),
-        ("train.steps=" + "9" * 5000, "a whole number"),
-    ],
-)
-def test_a_value_of_another_kind(word: str, wanted: str) -> None:
-    (told,) = mistakes(word)
-    assert f"is not allowed; it should be {wanted}" in told
+def test_a_value_of_another_kind() -> None:
+    """Words are read within the limits of files."""
+    for word, wanted in {
+        "train.epochs=abc": "a number or 'auto'",
+        "optim.betas=[0.9]": "a list of all",
+        "data.template_date=today": "a day, such as 2026-01-31, or auto",
+        "optim.lr=&a 1": "a number",
+        "optim.lr=!!timestamp a": "a number",
+        "train.steps=" + "9" * 5000: "a whole number",
+    }.items():
+        (told,) = mistakes(word)
+        assert f"is not allowed; it should be {wanted}" in told
 
 
 # Files that are no configuration, or would take all memory or time: the mistake.
@@ -213,19 +228,16 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
-def test_a_file_that_is_no_configuration_is_one_mistake(name: str, tmp_path: Path) -> None:
-    text, wrong = BOMBS[name]
+def test_a_file_that_is_no_configuration_is_one_mistake(tmp_path: Path) -> None:
+    """Also one that cannot be read, which does not block."""
     file = tmp_path / "a.yaml"
-    file.write_bytes(text.encode(errors="surrogateescape"))
-    (told,) = mistakes(str(file))
-    assert told.startswith(str(file))
-    assert re.search(wrong, told)
-    assert len(told) < 500
-    assert told.isprintable()
-
-
-def test_files_that_cannot_be_read_are_refused_without_blocking(tmp_path: Path) -> None:
+    for text, wrong in BOMBS.values():
+        file.write_bytes(text.encode(errors="surrogateescape"))
+        (told,) = mistakes(str(file))
+        assert told.startswith(str(file))
+        assert re.search(wrong, told)
+        assert len(told) < 500
+        assert told.isprintable()
     os.mkfifo(tmp_path / "pipe.yaml")
     cases = {"pipe.yaml": "not a regular f", ".": "ends in .yaml", "/dev/zero": "not a reg", "no.yaml": "No such file"}
     for name, wrong in cases.items():
@@ -331,3 +343,249 @@ def test_a_flag_of_one_command_names_that_command() -> None:
         with pytest.raises(UserError, match=f"only `offload-train {command}` takes this flag"):
             parse("train", words)
     assert parse("train", ["--seed", "1", "--dtype", "bf16"])[1] == ["--seed", "1", "--dtype", "bf16"]
+
+
+ADAPTERS, QUANTISED, LOGGED = "for adapters (PEFT) use the Python library", "never quantised", "metrics.jsonl"
+
+# what a user types -> the equivalent here, or a part of the message if nothing is equivalent
+LEADS: dict[str, str] = {
+    "--gradient_checkpointing": "model.activation_checkpointing=on",  # transformers and TRL
+    "--gradient_checkpointing false": "model.activation_checkpointing=off",
+    "--lr_scheduler_type constant_with_warmup": "optim.schedule=constant",
+    "--adam_beta1 0.9": "optim.betas=",
+    "--optim adamw_8bit": "optim.moment_dtype=8bit",
+    "--deepspeed ds.json": "--engine deepspeed",
+    "--push_to_hub": "hf upload USER/NAME DIR",
+    "--logging_steps 10": LOGGED,
+    "--attn_implementation flash_attention_2": "model.attention=sdpa",
+    "train_batch_size=64": "train.gradient_accumulation_steps=N",  # DeepSpeed
+    "zero_optimization.offload_param.device=nvme": "placement.params=nvme",
+    "aio.block_size=1048576": "deepspeed.aio_block_size=1048576",  # whose last part is another trainer's name of rows
+    "--eval.max_iters 100": "train.eval_rows",
+    "warmup_ratio=0.03": "optim.warmup_steps=N|auto",
+    "--stage sft": "docs/tutorial.md",
+    "--wandb_log=True": "save.trackers=wandb",
+    "--dtype=bfloat16": "use bf16",
+    "--precision bf16-true": "--dtype bf16",  # LitGPT
+    "--quantize bnb.nf4": QUANTISED,
+    "--resume true": "use auto",
+    "--optimizer AdamW": "use optim.name=adamw",
+    "--gpu 0": "CUDA_VISIBLE_DEVICES",
+    "--config x.yaml": "the configuration file is the first word",
+}
+THEIR_COMMANDS = {
+    "finetune": "`offload-train train`",
+    "merge": "`offload-train export`",
+    "quantize": "convert_hf_to_gguf.py",
+    "init": "`offload-train cp NAME`",
+    "evaluate": "train.eval_every",
+    "version": "`offload-train --version`",
+    "gpt2-xl": "--model gpt2-xl",
+    "trian": "did you mean train?",
+}
+SWITCHES = {"--version", "--help", *(name for command in COMMANDS.values() for name in command.arguments)}
+
+
+def told(*words: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(list(words))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("typed", "here"), LEADS.items())
+def test_other_trainers_words_are_translated(typed: str, here: str) -> None:
+    message = told(*shlex.split(typed))
+    assert message.startswith("1 mistake")
+    assert here in message
+    written = re.search(r"use (--[a-z-]+ [^ ;(]+|--[a-z-]+|[a-z]+\.[a-z_.]+=[^ ;(]+)", message)
+    if written and not re.search(r"[A-Z|]", written[1].partition("=")[2] or written[1].partition(" ")[2]):
+        more = ["--engine", "deepspeed"] if "--engine deepspeed" in message else []
+        more += ["--nvme", "/x"] if "nvme" in written[1] else []
+        load_config([*shlex.split(written[1]), *more])
+
+
+def _unknown_words(text: str) -> list[str]:
+    """Return the keys and flags in a sentence that do not exist."""
+    named = re.findall(r"(?<![\w./-])(--[a-z][a-z-]+|[a-z]+\.[a-z][a-z_]+)\b(?!\.\w)", text)
+    beginnings = ("--", *{f"{key.partition('.')[0]}." for key in all_keys()})
+    return [word for word in named if word.startswith(beginnings) and word not in {*FLAGS, *SWITCHES, *all_keys()}]
+
+
+def test_each_target_exists() -> None:
+    assert not _BY_WORD.keys() & ({plain(name) for name in FLAGS} - {"optimizer"})
+    for term in {*_BY_WORD.values(), *_FAMILIES.values()}:
+        key, fixed, _ = term.here.partition("=")
+        assert not key or key in all_keys() or key.startswith("model.overrides.")
+        if fixed:
+            load_config([term.here, *(["--engine", "deepspeed"] if key.startswith("deepspeed.") else [])])
+        assert term.here or term.note
+        assert not _unknown_words(term.note)
+        assert all(Path(page).exists() for page in re.findall(r"docs/[a-z_/]+\.md", term.note))
+        assert COMMANDS.keys() >= set(re.findall(r"`offload-train ([a-z]+)", term.note))
+
+
+def test_each_translated_value_is_allowed() -> None:
+    for key, values in _BY_VALUE.items():
+        for value, here in values.items():
+            load_config([here if "=" in here else f"{key}={here}", "--nvme", "/x"])
+            assert here in told(f"{key}={value}", "--nvme", "/x")
+
+
+def test_the_names_of_the_page_are_known() -> None:
+    table = Path("docs/coming_from.md").read_text().partition("## What is different")[0]
+    cells = [cell for line in table.splitlines() if line.startswith("| `") for cell in line.split("|")[2:]]
+    names = {name.rstrip(":").partition("=")[0] for cell in cells for name in re.findall("`([^` ]+)[^`]*`", cell)}
+    assert len(names) > 40
+    for name in names:
+        assert re.search("; use |; did you mean ", told(f"{name}=1")), name
+
+
+@pytest.mark.parametrize("table", [_TERMS, _COMMANDS])
+def test_no_word_has_two_meanings(table: str) -> None:
+    every = [word for word, _ in _terms(table)]
+    assert sorted(every) == sorted(set(every))
+
+
+def test_commands_of_other_trainers_lead_to_commands() -> None:
+    for word, here in THEIR_COMMANDS.items():
+        with pytest.raises(UserError, match=f"neither a command.*{re.escape(here)}"):
+            take_command([word])
+    assert not _BY_COMMAND.keys() & COMMANDS.keys()
+    for term in _BY_COMMAND.values():
+        assert term.here in COMMANDS or (not term.here and term.note)
+        assert not _unknown_words(term.note)
+
+
+def test_misspellings() -> None:
+    """Suggestions differ by at most two letters."""
+    for typed, meant in {
+        "--lrr 1": "--lr",
+        "--lerning-rate 3": "--lr 3",
+        "--weight-decy 3": "optim.weight_decay",
+        "plcement.nvme=/x": "placement.nvme",
+        "optim.learing_rate=1": "optim.lr=1",
+        "--optim.lr 1": "optim.lr=1",
+    }.items():
+        assert meant in told(*typed.split())
+    assert all("did you mean" not in told(word, "3") for word in ("--xyzzy", "--lo"))
+    assert nearest("lora", ["lr"]) is None or _NEAR > 0.67
+    for word in ("deepspeed_stage", "training_rate", "evaluation_rows", "warm_start"):
+        assert nearest(word, [*FLAGS, *(key.rpartition(".")[2] for key in all_keys())]) is None
+
+
+def test_a_file_of_another_trainer_is_read_to_its_end(tmp_path: Path) -> None:
+    """One message lists every key of another trainer's file, flat or in sections, with its name here."""
+    path = tmp_path / "axolotl.yaml"
+    path.write_text(
+        "base_model: gpt2\nlearning_rate: 2e-5\nadapter: lora\nfp16: false\ndatasets:\n  - path: x\n"
+        "zero_optimization: {stage: 3, offload_optimizer: {device: cpu}}\nfoo: {bar: {}}\nbf16: false\n"
+        "optimizer: {lr: 3, weight_decay: 0.1}\ntrain: {max_steps: 100}\n"
+    )
+    message = told(str(path))
+    assert message.startswith("12 mistakes")
+    for here in (
+        "base_model: unknown key; use model.name=gpt2",
+        "learning_rate: unknown key; use optim.lr=2e-05",
+        f"adapter: unknown key; this command trains all weights; {ADAPTERS}",
+        "fp16: unknown key; leave it out",
+        "bf16: unknown key; use model.dtype=bf16|fp16|fp32",
+        "foo.bar: unknown key",
+        "datasets: unknown key; use data.path=TEXT",
+        "zero_optimization.stage: unknown key; use deepspeed.zero_stage=3 --engine deepspeed",
+        "zero_optimization.offload_optimizer.device: unknown key; use placement.optimizer=cpu",
+        "optimizer.lr: unknown key; did you mean optim.lr?",
+        "optimizer.weight_decay: unknown key; did you mean optim.weight_decay?",
+        "train.max_steps: unknown key; use train.steps=100",
+    ):
+        assert here in message
+
+
+@pytest.mark.slow
+def test_only_misspellings_are_suggested() -> None:
+    from transformers import TrainingArguments
+    from trl import ModelConfig, SFTConfig
+
+    guessed = []
+    for field in {field.name for kind in (TrainingArguments, SFTConfig, ModelConfig) for field in fields(kind)}:
+        if f"--{field.replace('_', '-')}" in FLAGS:
+            continue
+        message = told(f"--{field}")
+        guessed += [message] if "did you mean" in message and "use_rslora" not in message else []
+    assert not guessed
+
+
+STEERING = "\x1b[2J\x1b]0;title\x07\x9b\u202e"
+
+
+def test_help_of_every_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Help fits the terminal; commands show their switches, and every flag if they take a configuration."""
+    monkeypatch.setenv("COLUMNS", "90")
+    for command in (None, *COMMANDS):
+        assert cli.main([*([command] if command else []), "--help"]) == 0
+        printed = capsys.readouterr().out
+        assert max(map(len, printed.splitlines())) <= 90
+        if command is None:
+            assert all(re.search(rf"^ *offload-train {name}\b|^  {name}\b", printed, re.MULTILINE) for name in COMMANDS)
+            continue
+        about = COMMANDS[command]
+        for name in {*FLAGS, *(name for name in about.arguments if name.startswith("-"))}:
+            expected = name in about.arguments or (name in FLAGS and about.configured)
+            assert bool(re.search(rf"^  {name}\b", printed, re.MULTILINE)) == expected, name
+
+
+def test_configuration_words_keep_their_order() -> None:
+    """A command takes its own switches from anywhere; all other words, values among them, are configuration."""
+    words = ["a.yaml", "--lr", "-1e-4", "--seed", "-1", "x.y=--json", "--data", "a b", "c", "--no-such", "--lr=2"]
+    given, rest = parse("plan", [*words[:2], "--machine", "h200", *words[2:], "--json", "--nodes=2"])
+    assert rest == words
+    assert (given.machine, given.nodes, given.json, given.parallel) == ("h200", 2, True, False)
+
+
+def test_sizes_that_users_write() -> None:
+    for text, size in {"5GB": 5 * 10**9, "1.5 kB": 1500, "2GiB": 2 << 30, "77": 77}.items():
+        assert parse("export", ["run", "out", "--max-shard-size", text])[0].max_shard_size == size
+    for text in ("-3GB", "5XB", "0", "much", "1,5GB", "2.GB", "5-GB", "5Gbit"):
+        with pytest.raises(UserError, match="500MB or 5GB"):
+            parse("export", ["run", "out", f"--max-shard-size={text}"])
+
+
+def test_the_program_without_arguments_prints_help(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program without arguments prints help and does not train; `train` alone starts the default run."""
+    monkeypatch.setitem(COMMANDS, "train", replace(COMMANDS["train"], run=lambda *_: None))
+    assert cli.main([]) == 2
+    printed = capsys.readouterr()
+    assert printed.out.startswith("usage: offload-train [COMMAND]")
+    assert "`offload-train train` trains" in printed.err
+    assert cli.main(["train"]) == cli.main(["--nvme", "/ssd"]) == 0
+
+
+def test_a_plan_without_a_gpu_mentions_none() -> None:
+    told = make_plan(wish("--save-every", "5", "save.keep=2"), SHAPES["gpt2"], machine()).describe(full=True)
+    assert "gpu" not in told.lower().replace("note: no gpu here", "")
+    assert "2 kept and the one being written, 1.49 GB each" in told
+    assert "offload-train bench" in told
+    assert " 0 B " not in told[told.index("seconds a step") :]
+    assert not re.search(r"\b\d{7,}\b", told)
+
+
+def test_why_a_slower_plan_was_not_chosen() -> None:
+    chosen, alike, slower = (Mock(fits=True, forecast=Mock(step=step)) for step in (1.7, 1.701, 1.72))
+    assert "1.7 s, not 1.7 s" not in _why_not(alike, chosen)
+    assert [("longer" in _why_not(plan, chosen)) for plan in (alike, slower)] == [False, True]
+
+
+def test_contents_of_files_are_escaped_for_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([f"--output={STEERING}x", f"optim.lr={STEERING}"]) == 2
+    Log(loud=True).say(f"note: {STEERING}")
+    printed = capsys.readouterr().err
+    assert "\\x1b[2J" in printed
+    assert all(letter.isprintable() for letter in printed.replace("\n", ""))
+    assert shown("größer 日本\n") == "größer 日本\n"
+
+
+def test_names_that_are_not_utf8_are_refused() -> None:
+    for read in (lambda: load_config(["--data", "\udcff.txt"]), lambda: parse("export", ["run", "out\udcff"])):
+        with pytest.raises(UserError, match=r"\\udcff.*not UTF-8"):
+            read()

@@ -32,7 +32,6 @@ _LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddin
 _8B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336}
 _70B = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672}
 _QWEN = {"vocab_size": 151936, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-_OF_4B = {"hidden_size": 2560, "num_hidden_layers": 36, "intermediate_size": 9728, "max_position_embeddings": 32768}
 _OF_8B = {"hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288, "max_position_embeddings": 40960}
 _MOE = {"hidden_size": 2048, "num_hidden_layers": 48, "moe_intermediate_size": 768, "max_position_embeddings": 40960}
 _MOE |= {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
@@ -41,7 +40,6 @@ NAMED: dict[str, PretrainedConfig] = {
     "meta-llama/Llama-3.1-8B": LlamaConfig(**_LLAMA, **_8B),
     "meta-llama/Llama-3.1-8B-Instruct": LlamaConfig(**_LLAMA, **_8B),
     "meta-llama/Llama-3.1-70B": LlamaConfig(**_LLAMA, **_70B),
-    "Qwen/Qwen3-4B-Base": Qwen3Config(**_QWEN, **_OF_4B, tie_word_embeddings=True),
     "Qwen/Qwen3-8B": Qwen3Config(**_QWEN, **_OF_8B, tie_word_embeddings=False),
     "Qwen/Qwen3-30B-A3B": Qwen3MoeConfig(**_QWEN | _MOE, tie_word_embeddings=False),
 }

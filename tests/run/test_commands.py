@@ -1,21 +1,41 @@
-"""Tests of commands around a run: `ls` and `cp` of recipes, `doctor`, and `tune` with given outcomes of its trials."""
+"""Tests of commands around a run: recipes, `doctor`, `tune`, `sample`, `chat` and `runs`."""
 
+import io
 import json
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from commands import TINY, ask
+import torch
+from commands import TINY, ask, call
+from sample_chats import CHATS
 from sample_plans import SHAPES, machine, wish
+from test_telemetry import a_step
+from tokenizers import processors
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from offload_trainer import cli
+from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.engine import deepspeed as stock
-from offload_trainer.errors import TrainerError
+from offload_trainer.errors import Stopped, TrainerError, UserError
+from offload_trainer.model.inference import empty_model, generate, read_as_called
 from offload_trainer.plan.machine import DriveFacts, read_machine
-from offload_trainer.plan.planner import engine_of, make_plan
+from offload_trainer.plan.planner import make_plan
 from offload_trainer.run.commands import doctor, tune
+from offload_trainer.run.commands import generate as commands
+from offload_trainer.run.commands.generate import chat, inference_model, sample
 from offload_trainer.run.commands.recipes import recipes
+from offload_trainer.run.commands.runs import aligned, run_table, runs_in
+from offload_trainer.run.export import export, opened
 from offload_trainer.settings import load_config
+from offload_trainer.storage.locks import open_lock, try_lock
+from offload_trainer.telemetry.metrics import EvalRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 # Configurations; other tests run copies of the scripts and of the batch file.
@@ -104,23 +124,15 @@ def test_drives() -> None:
 
 
 def test_the_compilers_message_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> None:
-        raise TrainerError(f"DeepSpeed's kernel {name} could not be built: fatal error: omp.h: No such file")
-
+    """And the limit of locked memory, which async_io has with a drive."""
+    broken = Mock(side_effect=TrainerError("could not be built: fatal error: omp.h: No such file"))
     monkeypatch.setattr(stock, "load_kernel", broken)
-    config = load_config(["--engine", "deepspeed"])
-    checks = doctor.examine(config)
-    found = next(check for check in checks if check.name == "kernel cpu_adam")
-    assert found.state == "failure"
-    assert "omp.h" in found.found
-
-
-def test_locked_memory_limits_only_async_io() -> None:
-    """cudaHostRegister does not count against it."""
-    swaps = ["--engine", "deepspeed", "--nvme", "/ssd"]
-    for words, limit, states in ((swaps, 8 << 20, ["warning"]), (swaps, None, []), ([], 8 << 20, [])):
-        config, here = load_config(words), replace(read_machine("v100-32gb"), memlock_bytes=limit)
-        assert [check.state for check in doctor._memlock(config.placement, engine_of(config), here)] == states
+    for words, limit, warned in (([], 1, False), (["--nvme", "."], 1, True), (["--nvme", "."], None, False)):
+        here = replace(read_machine("v100-32gb"), memlock_bytes=limit)
+        monkeypatch.setattr(doctor, "probe_machine", lambda *_, found=here, **__: found)
+        checks = {check.name: check for check in doctor.examine(load_config(["--engine", "deepspeed", *words]))}
+        assert (checks["kernel cpu_adam"].state, "omp.h" in checks["kernel cpu_adam"].found) == ("failure", True)
+        assert ("locked memory" in checks) == warned
 
 
 # -- tune: its trials and the settings that it keeps, with given outcomes and one real trial ---------------------------
@@ -182,3 +194,243 @@ def test_the_command(tmp_path: Path) -> None:
     assert trial["seconds"] > 0
     assert load_config([str(best)]).placement.ram_fraction == 1
     assert not (tmp_path / "run").exists()
+
+
+TOKENS = 12
+LIKELIEST = {"tokens": TOKENS, "temperature": 0, "seed": 0}
+TRAINED = [*TINY, "--steps", "2", "--lr", "1e-2", "data.validation=0.2"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run with tied embeddings, trained on conversations for two steps."""
+    folder = tmp_path_factory.mktemp("generate")
+    talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": b[:12]}] for a, b in CHATS * 3]
+    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    return call(*TRAINED, "--data", folder / "chat.jsonl", output=folder / "run").output
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path) -> Path:
+    directory = run.parent / "exported"
+    export(run, directory, dtype="fp32", check=False)
+    return directory
+
+
+def likeliest(directory: Path, ids: list[int]) -> list[int]:
+    """Return the greedy continuation by transformers' module, token by token without a cache."""
+    model, size = AutoModelForCausalLM.from_pretrained(directory).eval(), len(AutoTokenizer.from_pretrained(directory))
+    end, found = model.generation_config.eos_token_id, list(ids)
+    for _ in range(TOKENS):
+        with torch.no_grad():
+            logits = model(torch.tensor([found])).logits[0, -1, :size]
+        found.append(int(logits.argmax()))
+        if found[-1] == end:
+            break
+    return found[len(ids) :]
+
+
+@contextmanager
+def read_from_disk(streams: bool) -> Iterator[None]:
+    """Within this context no RAM is free if `streams`, so that weights are read from the disk for each token."""
+    with pytest.MonkeyPatch.context() as patch:
+        if streams:
+            patch.setattr("offload_trainer.run.commands.generate.available_ram_bytes", lambda: 0)
+        yield
+
+
+def test_text_is_that_of_transformers_wherever_the_weights_are(run: Path, exported: Path, tmp_path: Path) -> None:
+    """The same run without checkpoints leaves the same weights, in its export alone."""
+    last = call(*TRAINED, "--save-every", "0", "--data", run.parent / "chat.jsonl", output=tmp_path / "last").output
+    tokenizer = load_tokenizer(str(exported))
+    ids = tokenizer("What follows one", add_special_tokens=False)["input_ids"]
+    expected = likeliest(exported, ids)
+    messages: list[str] = []
+    places = [(path, streams) for path in (run, exported, last) for streams in (False, True)]
+    for path, streams in places:
+        with read_from_disk(streams), inference_model(path, say=messages.append) as found:
+            assert generate(*found, ids, tokens=TOKENS, temperature=0, seed=0) == expected
+    assert sum("read from the disk for each token" in line for line in messages) == 3
+    texts = set[str]()
+    for path, streams in places:
+        with read_from_disk(streams):
+            for seed in (1, 2):
+                texts.add(sample(path, "What", tokens=TOKENS, temperature=0.9, seed=seed, say=messages.append))
+    assert len(texts) == 2
+    assert all(text.startswith("What") for text in texts)
+    assert sample(run, "", tokens=2, temperature=0, seed=0, say=messages.append)
+
+
+def test_a_continuation_ends_with_a_token_that_the_model_names(exported: Path, tmp_path: Path) -> None:
+    shutil.copytree(exported, tmp_path, dirs_exist_ok=True)
+    whole = likeliest(exported, [5, 6, 7])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, whole[1]]}))
+    with inference_model(tmp_path, say=print) as found:
+        ended = generate(*found, [5, 6, 7], tokens=TOKENS, temperature=0, seed=0)
+    assert ended == whole[: whole.index(whole[1]) + 1]
+    assert len(ended) < len(whole)
+
+
+def test_a_prompt_begins_as_the_tokenizer_begins_a_text(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample continues transformers' ids of its prompt without an end; a template prints its own beginning."""
+    asked: list[list[int]] = []
+    monkeypatch.setattr(commands, "generate", lambda model, tokenizer, ids, **_: asked.append(ids) or [70])
+    shutil.copytree(exported, tmp_path, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    tokenizer.chat_template = "<|endoftext|>" + tokenizer.chat_template
+    marks = {"special_tokens": [("<|endoftext|>", 0), ("!", tokenizer.convert_tokens_to_ids("!"))]}
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A !", **marks)
+    tokenizer.save_pretrained(tmp_path)
+    for prompt in ("What", "<|endoftext|>What", ""):
+        sample(tmp_path, prompt, **LIKELIEST, say=print)
+    chat(tmp_path, ["What"], **LIKELIEST, say=print)
+    whole = AutoTokenizer.from_pretrained(tmp_path)("What")["input_ids"]
+    assert asked[:3] == [whole[:-1], whole[:-1], [0]]
+    assert asked[3][0] == 0 != asked[3][1]
+
+
+def test_a_sample_without_text_says_why(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a chat without a template is refused."""
+    monkeypatch.setattr(commands, "generate", lambda *_, **__: [0])
+    shutil.copytree(exported, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="no chat template, so it was not trained on conversations: use `offload-train"):
+        chat(tmp_path, ["a"], **LIKELIEST, say=print)
+    for path, hint in ((exported, "; it has a chat template: `offload-train chat` applies it"), (tmp_path, "")):
+        messages: list[str] = []
+        assert sample(path, "What", **LIKELIEST, say=messages.append) == "What"
+        assert messages[1:] == [f"the model ended the text at once, with '<|endoftext|>' alone{hint}"]
+
+
+@pytest.mark.slow
+def test_an_export_is_read_as_it_lies_on_the_hub(tmp_path: Path) -> None:
+    """A hub checkpoint gives transformers' logits, computed in fp32.
+
+    It has separate experts, bf16, several files, and a router correction, which is a buffer.
+    """
+    config = AutoConfig.for_model(
+        "glm4_moe",
+        **{"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 16, "vocab_size": 2048, "head_dim": 8, "tie_word_embeddings": True},
+    )
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(0, 1, len(buffer)))
+    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    load_tokenizer("builtin").save_pretrained(tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    given = torch.arange(40, 60)[None]
+    with torch.no_grad():
+        expected = whole(given).logits
+        for streams in (False, True):
+            with read_from_disk(streams), inference_model(tmp_path, say=lambda line: None) as (read, _):
+                assert torch.equal(read(given).logits, expected)
+
+
+@pytest.mark.slow
+def test_one_modules_weights_are_in_memory_at_a_time(run: Path) -> None:
+    """A model whose weights were not read generates no text."""
+    with opened(run) as source:
+        model = empty_model(source.model)
+        with pytest.raises(TrainerError, match="the model's logits are not numbers"):
+            generate(model, load_tokenizer(str(run / "model")), [5], tokens=1, temperature=0, seed=0)
+        asked: list[str] = []
+        most = 0
+
+        def read(name: str) -> torch.Tensor:
+            nonlocal most
+            asked.append(name)
+            most = max(most, held())
+            return source.read(name)
+
+        def held() -> int:
+            return sum(p.untyped_storage().nbytes() for p in model.parameters() if p.untyped_storage().nbytes() > 4)
+
+        read_as_called(model, source.shapes, read)
+        generate(model, load_tokenizer(str(source.model)), [5, 6, 7], tokens=3, temperature=0, seed=0)
+        assert set(asked) == set(source.shapes)
+        assert asked.count("transformer.wte.weight") == 6  # three tokens, each through the embedding and the head
+        assert held() == 0
+        assert most <= max(4 * shape[0] * shape[-1] for shape in source.shapes.values())
+
+
+@pytest.mark.slow
+def test_answers_follow_the_whole_conversation(run: Path, exported: Path) -> None:
+    tokenizer = load_tokenizer(str(exported))
+    answers = chat(run, ["What follows one?\n", "\n", "And two?\n"], **LIKELIEST, say=print)
+    messages = []
+    for asked, answer in zip(("What follows one?", "And two?"), answers, strict=True):
+        messages.append({"role": "user", "content": asked})
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert answer == tokenizer.decode(likeliest(exported, ids), skip_special_tokens=True).strip()
+        messages.append({"role": "assistant", "content": answer})
+
+
+@pytest.mark.slow
+def test_the_commands(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert cli.main(["sample", str(run), "--prompt", "What", "--tokens", "3", "--temperature", "0", "--seed", "1"]) == 0
+    assert capsys.readouterr().out.startswith("What")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What follows one?\n"))
+    assert cli.main(["chat", str(run), "--tokens", "3", "--temperature", "0"]) == 0
+    answer = capsys.readouterr().out
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    for end in (EOFError(), Stopped(signal.SIGINT)):
+        monkeypatch.setattr("builtins.input", Mock(side_effect=["What follows one?", end]))
+        assert cli.main(["chat", str(run), "--tokens", "3", "--temperature", "0"]) == 0
+        told = capsys.readouterr()
+        assert told.out == answer
+        assert "earlier ones are remembered; Ctrl-D ends" in told.err
+    assert cli.main(["runs", str(run.parent)]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("done")
+    assert cli.main(["runs", str(run), "--json"]) == 0
+    (printed,) = json.loads(capsys.readouterr().out)
+    assert (printed["step"], printed["steps"], printed["saved"], printed["state"]) == (2, 2, 2, "done")
+
+
+EVALUATION = EvalRecord(step=3, validation_loss=2.25, perplexity=None)
+SAVED = {"checkpoints/step-00000002/MANIFEST.json": "{}"}
+# Files of runs that have made three of nine steps, in a folder that has only the directory `nothing`; what is listed.
+RUNS: list[tuple[dict[str, str], str]] = [
+    (SAVED, "resumes from step 2"),
+    ({}, "no checkpoint: starts from step 0"),
+    (SAVED | {".lock": ""}, "is running"),
+    (SAVED | {"config.yaml": "["}, "resumes from step 2"),
+    ({"pages": "{folder}/nothing\n{folder}/gone\n"}, "resumes from its page files"),
+    ({"pages": "{folder}/gone\n"}, "no checkpoint: starts from step 0"),
+    ({"export/config.json": ""}, "exported, cannot resume"),
+    (SAVED | {"export/config.json": ""}, "exported; its newest checkpoint is of step 2"),
+    (
+        {"checkpoints/step-00000009/MANIFEST.json": "{}", "evaluations.jsonl": EVALUATION.to_json() + "\n"} | SAVED,
+        "done",
+    ),
+]
+
+
+@pytest.mark.slow
+def test_runs_say_whether_they_can_resume(tmp_path: Path) -> None:
+    (tmp_path / "nothing").mkdir()
+    always = {"config.yaml": "train:\n  steps: 9\n", "metrics.jsonl": a_step(3, loss=2.5).to_json() + "\n"}
+    for number, (files, _) in enumerate(RUNS):
+        for name, text in (always | files).items():
+            path = tmp_path / str(number) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text.replace("{folder}", str(tmp_path)))
+    with open(open_lock(tmp_path / "2/.lock")) as lock:
+        try_lock(lock.fileno())
+        found = runs_in(tmp_path)
+    assert [run["state"] for run in found] == [state for _, state in RUNS]
+    assert [found[number]["validation_loss"] for number in (0, 8)] == [None, 2.25]
+    lines = aligned(run_table(found)).splitlines()
+    assert lines[0].split() == ["run", "step", "loss", "validation"]
+    assert lines[1].split()[1:] == ["3/9", "2.5000", "-", "resumes", "from", "step", "2"]
+    assert "3/?" in lines[4]
+    assert runs_in(tmp_path / "8") == found[-1:]
+    with pytest.raises(UserError, match="holds no run"):
+        runs_in(tmp_path / "nothing")

@@ -20,7 +20,6 @@ from offload_trainer.run.checkpoint import read_manifest
 from offload_trainer.run.loop import learning_rate
 from offload_trainer.settings import load_config
 from offload_trainer.storage.manifest import MANIFEST
-from offload_trainer.units import format_count
 
 STEPS = ["--steps", 20, "train.eval_every=0", "--lr", "1e-3"]
 SAVED = ["--save-every", 6, "save.keep=9"]
@@ -45,10 +44,6 @@ def words(name: str, drive: Path) -> list:
     return ["--nvme", drive, *TINY, *STEPS, *PLACEMENTS[name], *saves]
 
 
-def drive_of(finished: Path) -> Path:
-    return finished.with_name(f"drive-of-{finished.name}")
-
-
 @pytest.fixture(scope="session")
 def finished(shared: Path):
     """Return `finished(name)`: an uninterrupted run of 20 steps, made once for all of pytest's workers."""
@@ -58,10 +53,11 @@ def finished(shared: Path):
         output = shared / f"finished-{name.replace(' ', '-')}"
         with in_turn(output):
             if not (output / "finished").exists():
-                drive_of(output).mkdir(exist_ok=True)
-                given = words(name, drive_of(output))
+                drive = output.with_name(f"drive-of-{output.name}")
+                drive.mkdir(exist_ok=True)
                 by_torch = {"ENGINE": "plain"} if name == "plain" else {}
-                run = faulty("none", *given, output=output, **by_torch)
+                run = faulty("none", *words(name, drive), output=output, **by_torch)
+                assert not list(drive.glob("offload-trainer/run-*"))
                 assert run.code == 0, run.text[-4000:]
                 (output / "finished").write_text(run.text)
         return Run(0, (output / "finished").read_text(), output)
@@ -91,7 +87,7 @@ def test_every_placement_follows_plain_torch(name: str, finished) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ops
-def test_nvme_is_really_used_and_left_clean(finished) -> None:
+def test_nvme_is_really_used(finished) -> None:
     run = finished("zero-3 nvme")
     trained = json.loads((run.output / "plan.json").read_text())
     state = next(item["bytes"] for item in trained["items"] if item["name"] == "masters and moments")
@@ -100,7 +96,6 @@ def test_nvme_is_really_used_and_left_clean(finished) -> None:
         assert step["nvme_written_bytes"] > 0.9 * state
     without = sorted(step["nvme_read_bytes"] for step in finished("zero-2 cpu").steps)
     assert without[len(without) // 2] < 0.1 * state  # a step may read a library's pages again
-    assert not list((drive_of(run.output) / "offload-trainer").glob("run-*"))
 
 
 # -- interruption ----------------------------------------------------------------------------------------------------
@@ -156,21 +151,29 @@ def test_a_checkpoint_of_other_weights_is_refused(
     finished, drive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start = finished("plain").output / "checkpoints/step-00000012"
-    frozen = [*words("plain", drive), "--resume", start, 'model.freeze=["wpe"]']
-    text = refusal(capsys, *frozen, output=tmp_path / "a")
-    assert "transformer.wpe.weight: it has {'shape': [256, 96], 'trained': True}" in text
-    other = [*words("plain", drive), "--resume", start, "model.overrides.attn_pdrop=0.2"]
-    assert "config.json's attn_pdrop: it has" in refusal(capsys, *other, output=tmp_path / "a")
-    assert not (tmp_path / "a").exists()
+    for word, told in (
+        ('model.freeze=["wpe"]', "transformer.wpe.weight: it has {'shape': [256, 96], 'trained': True}"),
+        ("model.overrides.attn_pdrop=0.2", "config.json's attn_pdrop: it has"),
+    ):
+        assert told in refusal(capsys, *words("plain", drive), "--resume", start, word, output=tmp_path / "a")
+        assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.ops
-def test_bias_correction_survives_a_resume_after_many_steps(drive: Path, tmp_path: Path) -> None:
+def test_stock_deepspeed_resumes_after_many_steps_and_leaves_frozen_weights(drive: Path, tmp_path: Path) -> None:
     """Bias correction resumes after step 100, although DeepSpeed's fp32 powers of beta differ from pow() by then."""
     args = ["--nvme", drive, *TINY, "--steps", 130, "train.eval_every=0", "--save-every", 110, "save.keep=9"]
-    args += [*PLACEMENTS["zero-2 cpu"], "--seq-len", 8, "--micro-batch", 1, "optim.betas=[0.9, 0.999]"]
+    args += [*PLACEMENTS["zero-3 cpu"], "--seq-len", 8, "--micro-batch", 1, "optim.betas=[0.9, 0.999]"]
+    args += ['model.freeze=["wpe"]']
     whole = call(*args, output=tmp_path / "a")
+    fixed = [load_file(path / "fixed.safetensors") for path in sorted((tmp_path / "a/checkpoints").iterdir())]
+    assert [list(weights) for weights in fixed] == [["transformer.wpe.weight"]] * 2
+    assert fixed[0]["transformer.wpe.weight"].equal(fixed[1]["transformer.wpe.weight"])
+    assert ask("export", tmp_path / "a", tmp_path / "hf", "--dtype", "fp32").returncode == 0
+    held = load_file(tmp_path / "hf/model.safetensors")
+    assert held["transformer.wpe.weight"].equal(fixed[0]["transformer.wpe.weight"].float())
+    assert len(held) == 28
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     shutil.rmtree(tmp_path / "b/checkpoints/step-00000130")
     resumed = call(*args, output=tmp_path / "b")
@@ -249,45 +252,13 @@ def test_two_ranks_of_the_tiered_engine_have_the_bits_of_one(drive: Path, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.ops
-def test_frozen_parameters_of_stock_deepspeed_are_unchanged_and_saved(drive: Path, tmp_path: Path) -> None:
-    args = ["--nvme", drive, *TINY, "--steps", 4, "--save-every", 2, "train.eval_every=0"]
-    args += PLACEMENTS["zero-3 cpu"]
-    run = call(*args, 'model.freeze=["wpe"]', output=tmp_path / "out")
-    assert len(run.losses) == 4
-    for step in (2, 4):
-        fixed = load_file(run.output / f"checkpoints/step-{step:08d}/fixed.safetensors")
-        assert list(fixed) == ["transformer.wpe.weight"]
-        if step == 2:
-            first = fixed["transformer.wpe.weight"]
-        assert torch.equal(fixed["transformer.wpe.weight"], first)
-    export(run.output, tmp_path / "hf", "fp32")
-    held = load_file(tmp_path / "hf/model.safetensors")
-    assert torch.equal(held["transformer.wpe.weight"], first.float())
-    assert len(held) == 28
-
-
-def export(source: Path, destination: Path, dtype: str, *words: str) -> str:
-    done = ask("export", source, destination, "--dtype", dtype, *words)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
 def test_an_export_describes_its_source(finished, tmp_path: Path) -> None:
     run = finished("plain")
-    told = export(run.output, tmp_path / "hf", "fp16", "--check")
-    assert "in fp16 to" in told
-    assert "read back: every header, and a sample of 28 tensors, equal" in told
+    done = ask("export", run.output, tmp_path / "hf", "--check")
+    assert "in fp16 to" in done.stdout, done.stderr
+    assert "read back: every header, and a sample of 28 tensors, equal" in done.stdout
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype is torch.float16
-    card = (tmp_path / "hf/README.md").read_text()
-    rows = dict(re.findall(r"^\| (.*?) \| (.*) \|$", card, re.MULTILINE))
-    told = {"weights": "fp16, from the masters of step-00000020", "steps": "20", "train.steps": "20"}
-    told |= {"training loss": f"{run.losses[-1]:.4f}", "tokens": format_count(run.steps[-1]["tokens"])}
-    told |= {"optim.lr": "0.001", "optim.master_dtype": "fp32"}
-    assert told.items() <= rows.items()
-    assert rows["model"].endswith("from random weights ({'n_layer': 2, 'n_embd': 96})")
-    assert f"torch {torch.__version__.split('+')[0]}" in rows["made with"]
+    assert "Weights in fp16, from the masters of step-00000020." in (tmp_path / "hf/README.md").read_text()
     assert "already holds something" in ask("export", run.output, tmp_path / "hf").stderr
 
 
@@ -302,13 +273,3 @@ def test_run_directory_is_what_is_documented(finished) -> None:
     rates = [learning_rate(number, optim, steps=len(run.steps)) for number in range(len(run.steps))]
     assert [step["lr"] for step in run.steps] == rates
     assert len(set(rates)) > 1
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes in fp16")
-def test_fp16_of_stock_deepspeed_without_a_gpu_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = refusal(capsys, "--dtype", "fp16", "--engine", "deepspeed", output=tmp_path / "out")
-    assert "fp16 without a GPU" in text
-    assert not (tmp_path / "out").exists()

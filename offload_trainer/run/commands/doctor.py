@@ -1,7 +1,4 @@
-"""The `doctor` command: check everything that a run needs, and name a fix for each failure.
-
-If the DeepSpeed engine is selected, its kernels are built, and a failure shows the compiler's messages.
-"""
+"""The `doctor` command: check everything that a run needs, and name a fix for each failure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,14 +8,13 @@ from typing import Literal, get_args
 
 import psutil
 
-from offload_trainer.config import ModelSection, PlacementSection, TrainConfig
+from offload_trainer.config import ModelSection, TrainConfig
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import UnusableGpu, available_ram_bytes, probe_machine
 from offload_trainer.packages import REQUIRED, is_installed, to_install, too_old
 from offload_trainer.plan.deepspeed import DeepSpeed
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, card_mistakes
 from offload_trainer.plan.planner import engine_of, with_dtype_of_card
-from offload_trainer.plan.tiered.engine import Tiered
 from offload_trainer.units import format_bytes
 
 State = Literal["ok", "warning", "failure"]
@@ -53,15 +49,20 @@ def examine(config: TrainConfig) -> list[Check]:
     found = f"{format_bytes(free)} of {format_bytes(psutil.virtual_memory().total)} available"
     fix = "end other programs, raise the cgroup's limit, or use --params nvme" if free < _LITTLE_RAM else ""
     checks.append(Check("memory", "warning" if fix else "ok", found, fix))
-    checks += [*_memlock(place, engine, machine), *_gpu(config.model, machine)]
-    return checks + [check for drive in machine.drives for check in _drive(drive)]
+    # RLIMIT_MEMLOCK limits the buffers that async_io locks, and not memory pinned by CUDA.
+    if stock and place.nvme and (limit := machine.memlock_bytes) is not None:
+        fix = "`ulimit -l unlimited`, or `* - memlock unlimited` in /etc/security/limits.conf"
+        checks.append(Check("locked memory", "warning", f"{format_bytes(limit)} for async_io's buffers", fix))
+    return [*checks, *_gpu(config.model, machine), *(check for drive in machine.drives for check in _drive(drive))]
 
 
 def report(checks: list[Check]) -> str:
     """Format the checks as text, failures last."""
-    ordered = sorted(checks, key=lambda check: get_args(State).index(check.state))
-    fixes = (f"\n         fix: {check.fix}" if check.fix else "" for check in ordered)
-    return "\n".join(f"{one.state:<8} {one.name}: {one.found}{fix}" for one, fix in zip(ordered, fixes, strict=True))
+    lines = []
+    for check in sorted(checks, key=lambda check: get_args(State).index(check.state)):
+        lines.append(f"{check.state:<8} {check.name}: {check.found}")
+        lines += [f"         fix: {check.fix}"] if check.fix else []
+    return "\n".join(lines)
 
 
 def _torch() -> Check:
@@ -78,7 +79,7 @@ def _torch() -> Check:
         fix = "install torch for that GPU: https://pytorch.org/get-started/locally (README, Cards)"
         return Check("torch", "failure", f"{found} is {build}, and there is a driver: {driver}", fix)
     fix = (
-        f"update the driver to one for {build}, install torch for an older one, or hide GPUs with CUDA_VISIBLE_DEVICES"
+        f"update the driver to one for {build}, install torch for an older one, or hide the GPU (CUDA_VISIBLE_DEVICES=)"
     )
     return Check("torch", "failure", f"{found} ({build}) cannot use the driver: {driver}", fix)
 
@@ -136,15 +137,6 @@ def _stock_tools(*, needed: bool, drive: bool) -> Iterator[Check]:
             yield Check(f"kernel {name}", "failure", str(error), "the compiler's output above names what is missing")
 
 
-def _memlock(place: PlacementSection, engine: Tiered | DeepSpeed, machine: MachineProfile) -> Iterator[Check]:
-    """Warn if RLIMIT_MEMLOCK limits the buffers that DeepSpeed's async_io locks. Memory pinned by CUDA is exempt."""
-    limit = machine.memlock_bytes
-    if limit is None or not isinstance(engine, DeepSpeed) or not place.nvme:
-        return
-    fix = "`ulimit -l unlimited`, or `* - memlock unlimited` in /etc/security/limits.conf"
-    yield Check("locked memory", "warning", f"{format_bytes(limit)} for async_io's buffers", fix)
-
-
 def _gpu(model: ModelSection, machine: MachineProfile) -> Iterator[Check]:
     if machine.gpu is None:
         yield Check("GPU", "warning", "none: training runs on the CPU", "nothing, if that is intended")
@@ -160,13 +152,14 @@ def _gpu(model: ModelSection, machine: MachineProfile) -> Iterator[Check]:
 def _drive(drive: DriveFacts) -> Iterator[Check]:
     name, kind = f"drive {drive.directory}", drive.filesystem
     yield Check(name, "ok", f"{format_bytes(drive.free_bytes)} free on {kind} ({drive.disk or 'no disk'})")
-    virtual = "use an SSD; virtual disks may report this wrongly: check with `offload-train bench`"
-    limited = f"the cgroup limits it: {drive.throttle}"
-    faults: list[tuple[object, State, str, str]] = [
-        (kind in ("tmpfs", "ramfs"), "failure", f"{kind} is memory, not a drive", "name a directory on an SSD"),
-        (drive.network, "warning", f"{kind} is a network filesystem", "use a local SSD"),
-        (drive.rotational, "warning", f"{drive.disk} reports that it is a rotating disk", virtual),
-        (not drive.direct, "warning", "no O_DIRECT: every byte goes through the page cache", "use ext4 or xfs"),
-        (drive.throttle, "warning", limited, "raise the limit, if that is not intended"),
-    ]
-    yield from (Check(name, state, found, fix) for is_so, state, found, fix in faults if is_so)
+    if kind in ("tmpfs", "ramfs"):
+        yield Check(name, "failure", f"{kind} is memory, not a drive", "name a directory on an SSD")
+    if drive.network:
+        yield Check(name, "warning", f"{kind} is a network filesystem", "use a local SSD")
+    if drive.rotational:
+        fix = "use an SSD; virtual disks may report this wrongly: check with `offload-train bench`"
+        yield Check(name, "warning", f"{drive.disk} reports that it is a rotating disk", fix)
+    if not drive.direct:
+        yield Check(name, "warning", "no O_DIRECT: every byte goes through the page cache", "use ext4 or xfs")
+    if drive.throttle:
+        yield Check(name, "warning", f"the cgroup limits it: {drive.throttle}", "raise the limit, if not intended")

@@ -1,11 +1,7 @@
 """The `sample` and `chat` commands: generate text from saved weights, on the CPU in fp32.
 
-    run, checkpoint ─┐
-    export          ─┴─ Source ── all in memory, if they need at most half of the free RAM
-                               └─ otherwise each module's weights are read when it is called and freed afterwards,
-                                  so that every token reads the whole model once
-
-The model's configuration, the tokenizer and the end-of-text token are those saved with the run.
+Weights that need more than half of the free RAM are read when their module is called and freed afterwards, so that
+every token reads the whole model once.
 """
 
 import math
@@ -27,7 +23,7 @@ from offload_trainer.units import format_bytes
 def inference_model(path: Path, *, say: Callable[[str], None]) -> Iterator[tuple[Any, Any]]:
     """Open the model and tokenizer of a run (its newest checkpoint), a checkpoint or an exported directory.
 
-    Weights that need more than half of the free RAM stay on the disk. Raises UserError if `path` is none of these.
+    Raises UserError if `path` is none of these.
     """
     most = available_ram_bytes() // 2
     with opened_model(path) if (path / "config.json").is_file() else opened(path) as source:
@@ -50,22 +46,20 @@ def inference_model(path: Path, *, say: Callable[[str], None]) -> Iterator[tuple
         yield model, load_tokenizer(str(source.model))
 
 
-def sample(path: Path, prompt: str, *, tokens: int, temperature: float, seed: int, say: Callable[[str], None]) -> str:
-    """Return `prompt`, begun as documents are in training, and its continuation. `temperature` 0: the likeliest one."""
+def sample(path: Path, prompt: str, *, say: Callable[[str], None], **drawn: Any) -> str:
+    """Return `prompt`, begun as documents are in training, and its continuation. `drawn`: arguments of `generate`."""
     with inference_model(path, say=say) as (model, tokenizer):
         (begin, _), ids = document_marks(tokenizer), tokenizer(prompt, add_special_tokens=False)["input_ids"]
         ids = ids if ids[: len(begin)] == begin else begin + ids
         ids = ids or [tokenizer.eos_token_id or 0 if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
-        continuation = generate(model, tokenizer, ids, tokens=tokens, temperature=temperature, seed=seed)
+        continuation = generate(model, tokenizer, ids, **drawn)
         if not tokenizer.decode(continuation, skip_special_tokens=True):
             hint = "; it has a chat template: `offload-train chat` applies it" if tokenizer.chat_template else ""
             say(f"the model ended the text at once, with {tokenizer.decode(continuation)!r} alone{hint}")
         return str(tokenizer.decode([*ids, *continuation], skip_special_tokens=True))
 
 
-def chat(
-    path: Path, lines: Iterable[str], *, tokens: int, temperature: float, seed: int, say: Callable[[str], None]
-) -> list[str]:
+def chat(path: Path, lines: Iterable[str], *, seed: int, say: Callable[[str], None], **drawn: Any) -> list[str]:
     """Print the model's answer to each line while it is generated, and return the answers.
 
     All earlier lines and answers are its context. Raises UserError if the tokenizer has no chat template.
@@ -83,10 +77,7 @@ def chat(
                 continue
             messages.append({"role": "user", "content": line.strip()})
             asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-            ids = asked["input_ids"]
-            answer = generate(
-                model, tokenizer, ids, tokens=tokens, temperature=temperature, seed=seed + number, show=True
-            )
+            answer = generate(model, tokenizer, asked["input_ids"], seed=seed + number, **drawn, show=True)
             answers.append(str(tokenizer.decode(answer, skip_special_tokens=True)).strip())
             messages.append({"role": "assistant", "content": answers[-1]})
         return answers

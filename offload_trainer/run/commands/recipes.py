@@ -1,11 +1,8 @@
 """The `ls` and `cp` commands: list the recipes of the package, and copy one.
 
-A recipe is a configuration file, a script, or a file for a scheduler. It begins with comments in this format:
-
-    # Description, in one or more sentences.
-    # run:    offload-train configs/NAME.yaml ...                    or another command with configs/FILE
-    # plan:   offload-train plan configs/NAME.yaml --machine ...      only if it needs a large machine
-    # memory: gpu ..., ram ..., ...                                   figures of that plan
+A recipe is a configuration file, a script, or a file for a scheduler. It begins with comments: a description of one or
+more sentences, `run:` with a command that has configs/FILE, and if it needs a large machine `plan:` with a command and
+`memory:` with that plan's figures.
 """
 
 import difflib
@@ -71,16 +68,13 @@ def copy_recipe(name: str, destination: Path | None) -> tuple[Path, str]:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"{shown(name)}: no such recipe ({', '.join(known)}){hint}")
     file = known[name].file
-    path = Path(file) if destination is None else destination
-    if path.is_dir():
-        path = path / file
+    path = destination or Path(file)
+    path = path / file if path.is_dir() else path
     if path.suffix != Path(file).suffix:
-        raise UserError(
-            f"{shown(str(path))}: {name}'s name ends in {Path(file).suffix}, and there is no such directory"
-        )
-    ours = f"configs/{file}"
-    write_new(path, known[name].text.replace(ours, quote(str(path))))
-    return path, known[name].run.replace(ours, quote(str(path)))
+        ending = Path(file).suffix
+        raise UserError(f"{shown(str(path))}: {name}'s name ends in {ending}, and there is no such directory")
+    write_new(path, known[name].text.replace(f"configs/{file}", quote(str(path))))
+    return path, known[name].run.replace(f"configs/{file}", quote(str(path)))
 
 
 def refuse_taken(path: Path) -> None:

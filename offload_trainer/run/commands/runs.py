@@ -1,7 +1,4 @@
-"""The `runs` and `report` commands: list the runs below a directory, and compare runs by settings and results.
-
-config.yaml, plan.json, metrics.jsonl, evaluations.jsonl of each run ──> a table, JSON, or an HTML page
-"""
+"""The `runs` and `report` commands: list the runs below a directory, and compare runs by settings and results."""
 
 import os
 from collections.abc import Sequence
@@ -38,11 +35,7 @@ def runs_in(directory: Path) -> list[dict[str, Any]]:
     found = []
     for place, folders, files in os.walk(directory):
         if "config.yaml" in files and "metrics.jsonl" in files:
-            try:
-                found.append(_summary(Path(place)))
-            except UserError as error:  # one unreadable run must not hide the others
-                unknown = dict.fromkeys(("steps", "loss", "validation_loss", "saved"))
-                found.append({"directory": place, "state": str(error), "step": 0, **unknown})
+            found.append(_summary(Path(place)))
             folders.clear()
         folders[:] = sorted(name for name in folders if not name.startswith("."))
     if not found:
@@ -51,32 +44,31 @@ def runs_in(directory: Path) -> list[dict[str, Any]]:
 
 
 def _summary(directory: Path) -> dict[str, Any]:
-    metrics, validations = read_metrics(directory / "metrics.jsonl"), read_evaluations(directory / "evaluations.jsonl")
-    checkpoints = complete_checkpoints(directory / "checkpoints")
-    steps = None
+    steps = saved = loss = validation_loss = None
+    step = 0
     with suppress(OSError, ValueError, KeyError, TypeError):
         steps = as_kind(read_yaml(directory / "config.yaml")["train"]["steps"], Count)
-    saved = step_of(checkpoints[-1]) if checkpoints else None
-    return {
-        "directory": str(directory),
-        "state": _state(directory, steps=steps, saved=saved),
-        "step": metrics[-1].step if metrics else 0,
-        "steps": steps,
-        "loss": metrics[-1].loss if metrics else None,
-        "validation_loss": validations[-1].validation_loss if validations else None,
-        "saved": saved,
-    }
+    try:
+        if metrics := read_metrics(directory / "metrics.jsonl"):
+            step, loss = metrics[-1].step, metrics[-1].loss
+        if validations := read_evaluations(directory / "evaluations.jsonl"):
+            validation_loss = validations[-1].validation_loss
+        if checkpoints := complete_checkpoints(directory / "checkpoints"):
+            saved = step_of(checkpoints[-1])
+        state = _state(directory, steps=steps, saved=saved)
+    except UserError as error:  # one unreadable run must not hide the others
+        state = str(error)
+    known = {"step": step, "steps": steps, "loss": loss, "validation_loss": validation_loss, "saved": saved}
+    return {"directory": str(directory), "state": state, **known}
 
 
 def _state(directory: Path, *, steps: int | None, saved: int | None) -> str:
     with suppress(UserError):  # that is not known
         if is_alive(directory):
             return "is running"
-    has_page_files = False
     with suppress(OSError, ValueError):  # resuming the run reports the error
-        has_page_files = bool(folders_in(directory / PAGES))
-    if (saved is None or saved != steps) and has_page_files:
-        return "resumes from its page files"  # a newer checkpoint takes precedence
+        if (saved is None or saved != steps) and folders_in(directory / PAGES):
+            return "resumes from its page files"  # a newer checkpoint takes precedence
     exported = (directory / "export").is_dir()
     if saved is None:
         return "exported, cannot resume" if exported else "no checkpoint: starts from step 0"
@@ -88,8 +80,8 @@ def _state(directory: Path, *, steps: int | None, saved: int | None) -> str:
 def run_table(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("run", "step", "loss", "validation", "")]
     for run in runs:
-        losses = ("-" if run.get(key) is None else f"{run[key]:.4f}" for key in ("loss", "validation_loss"))
-        progress = f"{run.get('step', 0)}/{'?' if run.get('steps') is None else run['steps']}"
+        losses = ("-" if run[key] is None else f"{run[key]:.4f}" for key in ("loss", "validation_loss"))
+        progress = f"{run['step']}/{'?' if run['steps'] is None else run['steps']}"
         rows.append((run["directory"], progress, *losses, run["state"]))
     return rows
 

@@ -1,10 +1,6 @@
 """The `tune` command: try settings around the plan in short real runs and keep the fastest.
 
-    plan -> groups of changes, each tried on top of the best so far -> FILE.yaml
-
-Each trial runs in a separate process, so that running out of memory ends that trial only. Trials are compared by the
-median time of the phase that the settings affect, without the first two steps. A setting must be at least 2 % faster to
-be kept, since steps vary by that much from run to run.
+Each trial runs in a separate process, so that running out of memory ends that trial only.
 """
 
 import json
@@ -22,8 +18,8 @@ from offload_trainer.run.process_setup import prepared
 from offload_trainer.safe_files import parsed
 from offload_trainer.storage.owned_dirs import scratch
 
-_WARM = 2
-_GAIN = 0.98
+_WARM = 2  # first steps of a trial that do not count
+_GAIN = 0.98  # a setting must be 2 % faster to be kept: steps vary by that much from run to run
 _ALWAYS = ("--steps", "1000", "train.epochs=auto", "train.eval_every=0", "--save-every", "0", "--resume", "never")
 
 # Groups of settings, none of which changes a result or a placement

@@ -1,13 +1,11 @@
 """Integration with transformers' and TRL's Trainers: a mixin class, and models whose weights are offloaded.
 
-    from offload_trainer.hf import Offloaded, load
     class MyTrainer(Offloaded, SFTTrainer): pass
     MyTrainer(load("Qwen/Qwen3-8B", nvme=["/mnt/ssd"]), args, ...).train()
 
-The Trainer keeps its loop, data, schedule, callbacks and logs. The mixin routes everything that concerns gradients,
-optimizer state and weight files to the Session: micro-batch boundaries, gradient clipping, the update, saving and
-resuming. A checkpoint has the Trainer's layout, with the Session's state in `offload/`. If all offloaded weights are
-frozen and only adapters are trained, the Session handles the micro-batch boundaries and the Trainer does the rest.
+The Trainer keeps its loop, data, schedule, callbacks and logs. The mixin routes gradients, optimizer state and weight
+files to the Session. A checkpoint has the Trainer's layout, with the Session's state in `offload/`. If only
+adapters are trained, the Session handles the micro-batch boundaries and the Trainer does the rest.
 """
 
 import copy
@@ -71,10 +69,7 @@ def load(
 
 
 def attach(session: Session) -> Any:
-    """Attach the session to its model and return the model.
-
-    `state_dict` of the model then lists the offloaded weights, and `save_pretrained` streams them to disk.
-    """
+    """Attach the session to its model, whose state_dict and save_pretrained then stream weights; return the model."""
     model: Any = session.model
     model._offload_session = session
     model.state_dict = partial(listed, model, session.weight)
@@ -198,10 +193,7 @@ class Offloaded(_Trainer):
         return self._session.clip_grad_norm_(float("inf"))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Neither move the model nor wrap it in DistributedDataParallel, with several ranks.
-
-        The session has placed it, and exchanges gradients.
-        """
+        """Leave the model to the session, also with several ranks, without DistributedDataParallel."""
         super().create_accelerator_and_postprocess()
         if self._session.world > 1:
             prepare = partial(self.accelerator.prepare_model, device_placement=False, evaluation_mode=True)
@@ -291,11 +283,7 @@ def newest_whole(output: Path, *, state: bool) -> Path:
 
 
 def what_lacks(folder: Path, *, state: bool) -> str | None:
-    """Return the reason why a checkpoint cannot be resumed, or None if it can.
-
-    The Trainer writes its own state last, so a readable trainer_state.json marks a complete checkpoint.
-    `state`: also require a session's state.
-    """
+    """Return why a checkpoint cannot be resumed, or None. `state`: it must have a session's state too."""
     try:
         json.loads(file_bytes(folder / _TRAINER_STATE, most=1 << 30, links=True))  # all lines of the log
     except (OSError, ValueError):
@@ -392,10 +380,7 @@ def _is_one_of(args: TrainingArguments, names: Sequence[str]) -> bool:
 
 
 def model_mistakes(model: nn.Module, session: Session) -> Iterator[str]:
-    """Yield a message if nothing would be trained, or if the planned optimizer state would be unused.
-
-    Adapters that copy or write base weights are not checked here: they fail when they are created.
-    """
+    """Yield a message if nothing would be trained, or if the planned optimizer state would be unused."""
     adapters = bool(getattr(model, "peft_config", None))
     offloaded = [p for p in model.parameters() if isinstance(p, OffloadedParameter) and p.requires_grad]
     if adapters and session.trained and not offloaded:
@@ -413,10 +398,7 @@ def _refuse(mistakes: list[str]) -> None:
 
 
 def _save_pretrained(session: Session, save_directory: str | Path, **words: Any) -> None:
-    """Implement transformers' `save_pretrained` by streaming the weights, in their dtype, beside the folder's files.
-
-    The configurations are the model's current ones. Ranks other than 0 write nothing.
-    """
+    """Implement save_pretrained by streaming the weights beside the folder's files. Rank 0 alone writes."""
     harmless = ("is_main_process", "max_shard_size", "safe_serialization")
     if others := [f"{name}={value!r}" for name, value in words.items() if value and name not in harmless]:
         raise UserError(f"save_pretrained of offloaded weights takes a directory only, not {', '.join(others)}")

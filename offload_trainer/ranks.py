@@ -66,10 +66,7 @@ class PeerTimeout(PeerFailed):
 
 @contextmanager
 def _as_peer_failure() -> Iterator[None]:
-    """Convert an error of torch.distributed into PeerFailed: the rank that ended reports the reason.
-
-    An error of the GPU, which an earlier kernel may have caused, is this rank's own.
-    """
+    """Convert an error of torch.distributed, but not of this rank's GPU, into PeerFailed."""
     try:
         yield
     except (torch.AcceleratorError, torch.OutOfMemoryError):
@@ -165,10 +162,7 @@ class Group:
         self.some(work, mine=self.rank == 0)
 
     def each(self, work: Callable[[], T], kind: Any = Any) -> list[T]:
-        """Do `work` on every rank; return all results, of type `kind`, in the order of ranks.
-
-        If it fails on one rank, all ranks raise.
-        """
+        """Do `work` on every rank; return all results, of type `kind`, in their order. If one fails, all raise."""
         failed: Exception | None = None
         mine: list[T] = []
         try:
@@ -324,10 +318,7 @@ def place_here() -> tuple[int, int]:
 
 
 def nodes() -> tuple[range, ...]:
-    """Return the ranks of each node, from the launcher's LOCAL_RANK; a single node if that is not set. Collective.
-
-    Raises UserError if the nodes have different numbers of ranks: the plan assumes the same state on every node.
-    """
+    """Return the ranks of each node, by LOCAL_RANK. UserError if they differ in number. Collective."""
     rank, world = place_here()
     if world == 1:
         return (range(1),)
@@ -495,10 +486,7 @@ def from_rank_zero(work: Callable[[], T], kind: Any = Any) -> T:
 
 
 def rank_zero_first(work: Callable[[], T]) -> T:
-    """Do `work` on rank 0, then on the first rank of every other node, then on the others; return this rank's result.
-
-    Later ranks find the files of earlier ones, if they share the directory.
-    """
+    """Do `work` on rank 0, then on each node's first rank, then elsewhere, where it finds their files."""
     once = cache(work)
     _everybody.first(once)
     rank, each = place_here()[0], len(nodes()[0])

@@ -1,6 +1,4 @@
-"""Build a run: lease directories on drives, construct the engine, assemble the Job.
-
-    Setup(Planned, RunData) ── build_job ──> Job for the training loop
+"""Build a run: lease directories on drives, construct the engine, assemble the Job of a Setup (Planned with data).
 
 An ExitStack closes everything that was opened, also after a failure.
 """

@@ -1,18 +1,9 @@
 """Write, find and verify checkpoints. A checkpoint directory is either complete or does not exist.
 
-    checkpoints/step-00000100/
-        MANIFEST.json      written last: format, step, run identity, size and CRC-32 of every file
-        state.json         TrainState
-        *.safetensors      master weights and moments by parameter name (optim/state_files.py)
-        engine.json        Adam's step count, the loss scale
-        run.json           the run's configuration, plan and package versions
-        model/             the model's configuration and its tokenizer
-        resident/          only from a Session: trained parameters that are not offloaded (session/optimizer.py)
-
-    trainer ── save(state) ──> snapshot ── written under a hidden name, fsynced, renamed ──> the oldest are pruned
-                                 (in a background thread, if the engine's snapshot allows it)
-
-A checkpoint can be read without the engine, the GPU, the model's class or the rest of the run directory.
+It has MANIFEST.json, written last (format, step, run identity, size and CRC-32 of every file), state.json (TrainState),
+*.safetensors (master weights and moments by name, optim/state_files.py), engine.json, run.json (configuration, plan,
+versions), model/ (configuration, tokenizer), and from a Session resident/. It is written under a hidden name and
+renamed, in a background thread if the engine's snapshot allows it, and can be read without the engine or a GPU.
 """
 
 from __future__ import annotations
@@ -321,10 +312,7 @@ def read_state(checkpoint: Path) -> TrainState:
 
 
 def check_resume(checkpoint: Path, record: RunRecord) -> list[str]:
-    """Check that this run can resume from the checkpoint; return one line per setting that has changed since.
-
-    Raises UserError if it is damaged or has another seed, data, model shape or set of trained weights. Writes nothing.
-    """
+    """Return one line per setting changed since this checkpoint. UserError if it is damaged or of another run."""
     refuse_other_run(checkpoint, read_manifest(checkpoint), identity=record.identity, layout=record.layout)
     return changed_settings(checkpoint.name, configuration_of(checkpoint), record.run["config"])
 
@@ -335,10 +323,7 @@ def configuration_of(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return one line per setting of `STEERING` that differs between those saved as `name` and the current ones.
-
-    The steps of a run by epochs follow from what it resumes from, and are not compared.
-    """
+    """Return one line per setting of `STEERING` that differs; the steps of a run by epochs follow from it."""
     by_epochs = now.get("train", {}).get("epochs", "auto") != "auto"
     return [
         f"{section}.{key} is {now[section].get(key)}; {name} was saved with {shown(then[key])}"

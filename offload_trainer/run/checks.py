@@ -65,10 +65,7 @@ def check_start(planned: Planned, *, say: Callable[[str], None]) -> None:
 
 
 def refuse_output(planned: Planned) -> Path | None:
-    """Return the checkpoint that the run resumes from, or None to start from step 0.
-
-    Raises UserError if the run directory holds files that this run can neither resume from nor replace.
-    """
+    """Return the checkpoint to resume from, or None. UserError for files that the run cannot replace."""
     config = planned.config
     refuse_strangers(planned.output)
     resumes = find_resume(config.save.resume, output=planned.output)
@@ -161,10 +158,7 @@ def refuse_node(planned: Planned, machine: MachineProfile) -> None:
 
 
 def refuse_unseen(output: Path, *, first: int) -> None:
-    """Raise UserError if a node does not see the run directory, in which all nodes write checkpoints.
-
-    Collective. `first`: the first rank of this node, which checks for a file that rank 0 has written.
-    """
+    """Raise UserError if a node, whose first rank is `first`, does not see the run directory. Collective."""
     token = output / from_rank_zero(lambda: f".seen-{secrets.token_hex(4)}")
     everybody().first(partial(token.write_text, ""))
     try:

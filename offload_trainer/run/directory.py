@@ -1,9 +1,4 @@
-"""Run directory: its initial files, the log, and the lock that excludes a second run.
-
-config.yaml plan.json machine.json environment.json model/    written once the plan has passed its checks
-log.txt                                                       all messages
-.lock                                                         locked while the run lives; not empty after a crash
-"""
+"""Run directory: its initial files, the log, and the lock that excludes a second run, not empty after a crash."""
 
 import json
 import os
@@ -141,10 +136,7 @@ def refuse_strangers(output: Path) -> None:
 
 @contextmanager
 def run_directory(output: Path, log: Log, *, lock: int) -> Iterator[None]:
-    """Log to the locked run directory within this context, including the reason if the run fails.
-
-    First removes leftovers of killed runs. The file of `lock`, the descriptor from `hold`, has the pid of a living run.
-    """
+    """Log to the run directory, also why the run fails; remove leftovers. `lock`'s file has a living run's pid."""
     with log.opened(output):
         try:
             if os.fstat(lock).st_size:

@@ -1,12 +1,8 @@
 """Launcher for the ranks of one node: start them, forward signals, and report why the run ended if one failed.
 
-    launcher ── starts, signals, waits for ──> ranks, each with a thread that ends it if the launcher is gone
-
 The first rank that fails prints its error; ranks that end only because another is gone print nothing (`errors.LOST`).
-The exit code is that of the rank that failed first, or 128 + the number of the signal that ended the run.
-
-A stopped rank ends the others within a minute (`ranks.end_if_rank_vanishes`), and within a step they wait at most 300 s
-for a hung one (`ranks.STALLED`); the launcher then kills what does not end. Elsewhere it looks like a slow one.
+The exit code is that of the rank that failed first, or 128 + the number of the signal that ended the run. Ranks notice
+a stopped or hung one (`ranks.py`); the launcher kills what does not end.
 """
 
 import math
@@ -33,10 +29,7 @@ ECHO = 5.0  # seconds within which a rank gets a signal twice: sent to it too, a
 
 
 def start_ranks(words: Sequence[str], *, count: int, engine: str) -> None:
-    """Start `count` ranks of the same command and exit with their exit code; return if this process trains itself.
-
-    Raises UserError here, once rather than in each rank, if DeepSpeed is needed and not installed.
-    """
+    """Start `count` ranks of the same command and exit with their exit code; return if this process trains itself."""
     if count == 1 or "RANK" in os.environ:
         return
     if engine == "deepspeed" and not is_installed("deepspeed"):

@@ -34,11 +34,7 @@ _LARGEST_EXPONENT = 709  # a float holds e to the power of this
 
 
 class TimeToSave:
-    """Estimate of the seconds until the current step is complete and saved, which `train.stop_within` is compared with.
-
-    Durations are at first the plan's, then those of earlier steps, validations and saves. A signal handler may read the
-    estimate at any moment.
-    """
+    """Estimate of the seconds until the current step is saved, for `train.stop_within`; a signal handler reads it."""
 
     def __init__(self, *, step: float | None, save: float) -> None:
         """Start with the plan's seconds of a step (None: unknown) and of a checkpoint, until both were measured."""

@@ -1,8 +1,4 @@
-"""Prepare the process before torch is imported: ranks, CPU threads, NUMA binding, network access, library messages.
-
-`--gpus N` starts N ranks of the same command (`run/launcher.py`). A process started by that launcher or by
-torchrun finds its rank in the environment; any other process is rank 0 of 1.
-"""
+"""Prepare the process before torch is imported: ranks, CPU threads, NUMA binding, network access, library messages."""
 
 import logging
 import os
@@ -82,10 +78,7 @@ def prepare_process(config: TrainConfig) -> int:
 
 
 def _stay_near(rank: int, *, ranks: int) -> None:
-    """Bind a rank to all NUMA nodes that its share of the CPUs touches, if there are several ranks and nodes.
-
-    Shares follow the order of nodes, as GPUs usually do.
-    """
+    """Bind a rank to all NUMA nodes, ordered as GPUs usually are, that its share of the CPUs touches."""
     nodes = numa_nodes()
     if ranks > 1 and len(nodes) > 1:
         cpus = [node for node in nodes for _ in node]

@@ -1,9 +1,6 @@
 """A training run from configuration to report: probe, plan, check, resume, build, train, export, report.
 
-    TrainConfig -> MachineProfile + ModelShape -> Plan -> Setup -> (drive lease, engine) -> loop.train -> report
-
-Edit this module to change the order of these steps. Nothing is written before the plan has passed all checks. The
-command line imports this module, and with it torch, only after it has a valid configuration.
+Edit this module to change the order of these steps. Nothing is written before the plan has passed all checks.
 """
 
 import os
@@ -56,10 +53,7 @@ _TELLING = 3  # least number of steps after the warm-up steps for usable timings
 
 
 def train_run(config: TrainConfig, *, instead: Callable[[Job], None] | None = None) -> None:
-    """Train as `config` says. Raises UserError before anything is written, TrainerError after.
-
-    `instead`: called with the Job in place of the training loop, for trials; there is no checkpoint, export or report.
-    """
+    """Train as `config` says, or call `instead` with the Job, for trials. UserError: nothing was written."""
     rank, world = ranks_of_environment()
     log = Log(loud=rank == 0)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -131,11 +125,7 @@ def _join(place: PlacementSection, *, world: int) -> tuple[range, ...]:
 
 
 def _set_up(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> tuple[Setup, Path | None, bool]:
-    """Plan on rank 0 for every rank, refuse what cannot start, and prepare the data. Collective.
-
-    Return the setup, the checkpoint to resume from, and whether the run has finished already. Writes to the token cache
-    only. Raises UserError also if the ranks differ, or another node lacks memory or disk space.
-    """
+    """Plan, refuse what cannot start, prepare data; return setup, checkpoint, and whether it has finished."""
     alike = config.model_dump(mode="json", exclude={"placement": {"nvme"}})  # nodes may use other drives
     checks.refuse_other_programs(alike)
     first = ranks.everybody().first

@@ -1,10 +1,7 @@
 """`load` and `offload`: create a Session from a model name or from a module in memory.
 
-    keywords ── TrainConfig ── plan ── lease drives, allocate placements, copy weights ──> Session
-
 Keywords are keys of the configuration without their sections. The plan is made as for the command line, printed, and
-refused with UserError if it does not fit. Errors of the configuration and of the planner name flags and keys, which
-`translate_errors` replaces by keywords.
+refused with UserError if it does not fit; `translate_errors` replaces flags and keys in messages by keywords.
 """
 
 import copy
@@ -266,10 +263,7 @@ def offload(
 
 
 def _joined(say: Say) -> Say:
-    """Join the other ranks that torchrun or accelerate has started, once; return `say`, or on other ranks silence.
-
-    Raises UserError for processes on several machines, and for those that a launcher has not numbered.
-    """
+    """Join the ranks that torchrun or accelerate has started on this machine; return `say`, silent on others than 0."""
     launched = {"RANK", "LOCAL_RANK"} <= os.environ.keys()
     world = ranks_of_environment()[1] if launched else 1
     if dist.is_initialized() and dist.get_world_size() != world:
@@ -330,11 +324,7 @@ def _plan_on(machine: MachineProfile, config: TrainConfig, source: Any, *, moves
 
 
 def memory_in_use(machine: MachineProfile, *, moves: int) -> tuple[int, int]:
-    """Return two parts of the host memory that the processes of all ranks use now, in bytes.
-
-    The first is counted again by a plan: its reserve for a process, and `moves`, the bytes of the model in this
-    process. The second is beyond that reserve: the caller's libraries and data.
-    """
+    """Return host memory of all ranks' processes that a plan counts again (`moves` included), and what is beyond."""
     found = psutil.Process().memory_info()
     usual = PROCESS + CUDA_PROCESS * (machine.gpu is not None)
     own = found.rss - found.shared - moves  # mapped files are reclaimable
@@ -349,10 +339,7 @@ _Made = tuple[nn.Module, dict[str, list[nn.Parameter]], Iterator[tuple[str, torc
 
 
 def _session(planned: Planned, made: Callable[[EngineParts, Path], _Made], *, say: Say) -> Session:
-    """Open device, drives and kernels, and place the weights of the module that `made` returns.
-
-    `made` also writes the model's configuration to the directory that it gets, which is copied into each save.
-    """
+    """Open device, drives and kernels, and place the weights of what `made` returns, which writes its configuration."""
     set_malloc_threshold("tiered")
     plan, work = planned.plan, planned.plan.work
     drives = [Path(drive).expanduser() for drive in planned.config.placement.nvme] if plan.uses_drives else []
@@ -456,10 +443,7 @@ def _refuse_unusable(module: nn.Module) -> None:
 
 
 def _dtype_of(parameters: dict[str, nn.Parameter], *, given: bool) -> str:
-    """Return the name of the dtype that most parameter elements have.
-
-    Raises UserError for unsupported dtypes, and for several dtypes unless the caller has `given` one.
-    """
+    """Return the dtype of most elements. UserError for unsupported ones, and for several, unless one is `given`."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     found: dict[str, list[str]] = {}
     for name, parameter in parameters.items():
@@ -478,10 +462,7 @@ def _dtype_of(parameters: dict[str, nn.Parameter], *, given: bool) -> str:
 
 
 def _keep_configuration(module: nn.Module, folder: Path) -> bool:
-    """Write the configuration of a transformers model to `folder`.
-
-    Return True if transformers builds the same causal language model or image-text model from it.
-    """
+    """Write the configuration of a transformers model; return whether transformers builds this model from it."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "save_pretrained"):
         return False

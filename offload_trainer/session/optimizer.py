@@ -1,13 +1,8 @@
 """torch.optim.Optimizer interface of a Session, and the parameters that it trains without offloading them.
 
-Parameter groups and learning-rate schedulers work as usual. `step` runs the session's update. The optimizer's `state`
-holds only parameters that are not offloaded; the session keeps, saves and loads the state of the offloaded ones.
-
-Resident parameters, such as adapters or a value head, belong to the caller and stay in memory. A step treats them
-together with the offloaded ones: one gradient norm, one clipping factor, and the groups of the session's optimizer.
-torch's AdamW updates them. A save stores them in a separate directory, one file per kind of state:
-
-    resident/weight.safetensors  step ...  exp_avg ...  exp_avg_sq ...     by name, each in its dtype
+Those resident parameters, such as adapters or a value head, belong to the caller and stay in memory. A step treats them
+together with the offloaded ones: one gradient norm, one clipping factor, the groups of one optimizer. torch's AdamW
+updates them. A save has them in resident/, one file per kind (weight, step, exp_avg, exp_avg_sq).
 """
 
 from __future__ import annotations
@@ -47,10 +42,7 @@ _SAVES = (
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """Optimizer of a Session, created by `Session.adamw` or `Session.muon`.
-
-    `param_groups` have `lr`, `betas`, `eps` and `weight_decay`. They are read at each step.
-    """
+    """Optimizer of a Session, by `Session.adamw` or `Session.muon`. `param_groups` are read at each step."""
 
     def __init__(self, params: Iterable[Any], *, session: Session, rule: UpdateRule, defaults: dict[str, Any]) -> None:
         """Take the parameters or groups, as torch.optim.Optimizer does, and `defaults` for options that they lack."""
@@ -109,10 +101,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state_dict without moments of offloaded parameters, before the first step.
-
-        Raises UserError if it has moments of offloaded parameters, or after the first step.
-        """
+        """Load a state_dict without moments of offloaded parameters, before the first step; else raise UserError."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         saved = dict(zip(numbers, parameters, strict=False))
@@ -128,10 +117,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 def with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters that are not offloaded and have a gradient, each once.
-
-    Raises UserError for a sparse gradient.
-    """
+    """Return the parameters that are not offloaded and have a gradient, each once. UserError for a sparse one."""
     held = [p for p in dict.fromkeys(parameters) if not isinstance(p, OffloadedParameter)]
     found = [p for p in held if p.grad is not None]
     for parameter in found:
@@ -163,10 +149,7 @@ def norm_of_all(parameters: Iterable[nn.Parameter], offloaded: Mapping[str, torc
 
 @torch.no_grad()
 def update_residents(groups: Groups, state: State, *, scale: float) -> None:
-    """Update the resident parameters that have a gradient, in place, with gradients multiplied by `scale`.
-
-    `state` has the layout of torch's AdamW.
-    """
+    """Update the resident parameters in place by AdamW, whose `state` this is, with gradients times `scale`."""
     for group in groups:
         parameters = with_gradient(group["params"])
         for parameter in parameters:
@@ -235,10 +218,7 @@ def layout_of(residents: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def write_residents(directory: Path, residents: Mapping[str, nn.Parameter], state: State) -> dict[str, StoredFile]:
-    """Write the parameters and their state; return size and CRC-32 of each file for the manifest.
-
-    Raises TrainerError for values that cannot be used.
-    """
+    """Write the parameters and their state; return size and CRC-32 of each file for the manifest."""
     if not residents:
         return {}
     kinds: dict[str, dict[str, torch.Tensor]] = {WEIGHT: dict(residents)}
@@ -254,10 +234,7 @@ def write_residents(directory: Path, residents: Mapping[str, nn.Parameter], stat
 
 
 def read_residents(directory: Path, residents: Mapping[str, nn.Parameter]) -> dict[str, dict[str, torch.Tensor]]:
-    """Read the parameters and their state from a save whose layout was already compared: name -> kind -> tensor.
-
-    Raises UserError if a file has other names or shapes.
-    """
+    """Read the parameters and their state from a save of the same layout: name -> kind -> tensor."""
     found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in residents}
     for kind in (WEIGHT, "step", *MOMENTS) if residents else ():
         path = directory / RESIDENT / f"{kind}.safetensors"

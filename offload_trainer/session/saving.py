@@ -1,13 +1,8 @@
 """Methods of a Session: save, resume and export. A save is complete or absent; `offload-train export` can read it.
 
-DIR/MANIFEST.json  state.json  engine.json  run.json  master.safetensors ...   as in a checkpoint (run/checkpoint.py)
-    session.json   the optimizer's groups and the state of schedulers and other objects: plain data
-    model/         the model's configuration, if it has one
-    resident/      trained parameters that are not offloaded (optimizer.py)
-    buffers.safetensors   the module's persistent buffers, if it has any
-
-If all offloaded weights are frozen, a save contains none of them, since they are unchanged since loading. An export can
-merge PEFT's LoRA adapters into the weights, one weight at a time, with PEFT's merge code.
+It is a checkpoint (run/checkpoint.py) with session.json (the optimizer's groups, and the state of schedulers and other
+objects as plain data), resident/ (optimizer.py), and buffers.safetensors, the module's persistent buffers, if any. If
+all offloaded weights are frozen, it contains none of them.
 """
 
 from __future__ import annotations
@@ -246,11 +241,7 @@ def _newest(directory: Path) -> Path | None:
 
 
 def merging(model: nn.Module) -> Change:
-    """Return a function that merges the active adapters of `model`, if it has any, into a weight.
-
-    The merge is done in the weight's dtype. Raises UserError for parameters that are neither offloaded nor part of an
-    adapter that can be merged.
-    """
+    """Return a function that merges the active adapters of `model`, if any, into a weight, in the weight's dtype."""
     layers: dict[str, list[LoraLayer]] = {}
     merged: set[nn.Parameter] = set()
     if "peft" in sys.modules:  # without an import of PEFT there are no adapters

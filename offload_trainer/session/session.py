@@ -1,10 +1,4 @@
-"""Session: an offloaded model for a custom training loop, with its optimizer, gradient clipping, saving and export.
-
-with session.micro_batch(last=...):   forward, loss and backward; weights are prefetched, gradients offloaded
-session.clip_grad_norm_(limit)        gradient norm; the clipping factor is applied in the next step
-optimizer.step()                      update, wherever the optimizer state is placed
-session.save, resume, export          methods that `saving.py` defines
-"""
+"""Session: an offloaded model for a custom training loop, with its optimizer, gradient clipping, saving and export."""
 
 from __future__ import annotations
 
@@ -67,10 +61,7 @@ class Session:
         from_config: bool,
         opened: ExitStack,
     ) -> None:
-        """Install the hooks on the model. `opened` is closed with the session.
-
-        `record`: the metadata of its saves. `from_config`: transformers builds the model from the configuration there.
-        """
+        """Install the hooks on the model. `record`: metadata of saves; `opened` is closed with the session."""
         self.model = model
         self.plan = plan
         first = next(iter(offloaded.parameters.values()))[0]
@@ -297,10 +288,7 @@ class Session:
 
     @torch.no_grad()
     def _step(self) -> None:
-        """Update all parameters that have gradients, then clear the gradients.
-
-        Raises NonFiniteGradient, with nothing changed, if a gradient holds NaN or infinity.
-        """
+        """Update all parameters with gradients, and clear these. NonFiniteGradient: nothing was changed."""
         self._refuse_closed()
         refuse_written(self._model_parameters)
         arrived, made = self._offloaded.gradients.arrived, self.optimizer
@@ -392,10 +380,7 @@ class Session:
     def _keep_equal(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
     ) -> None:
-        """Before load_state_dict of a module: replace given values that equal those of a weight by the weight itself.
-
-        PEFT saves embeddings together with adapters on them and loads both. Writing other values is refused.
-        """
+        """Before load_state_dict, such as PEFT's: replace values that equal a weight's by itself; refuse others."""
         for name, parameter in module._parameters.items():
             given = state_dict.get(prefix + name)
             if given is None or not isinstance(parameter, OffloadedParameter) or given.shape != parameter.shape:

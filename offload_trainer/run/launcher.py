@@ -14,13 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from offload_trainer.errors import LOST, STORE, UserError
 from offload_trainer.packages import is_installed, lacks
 from offload_trainer.run.signals import STOPPING
 
 LAUNCHER = "OFFLOAD_TRAINER_LAUNCHER"  # environment variable: the launcher's pid, which may exit before a rank looks
+COMMAND = [sys.executable, "-m", "offload_trainer", "train"]  # of a rank
 
 _STOPPED = {code for number in STOPPING for code in (-number, 128 + number)}  # exit codes of ranks told to stop
 _GRACE = 30.0  # seconds between SIGTERM and SIGKILL to ranks after another one, or their launcher, has ended
@@ -40,73 +40,70 @@ def start_ranks(words: Sequence[str], *, count: int, engine: str) -> None:
 
 
 def run_ranks(words: Sequence[str], *, count: int) -> int:
-    """Run `count` ranks of `offload-train train WORDS` to their end; return the exit code."""
+    """Run `count` ranks of `offload-train train WORDS` to their end; return the exit code.
+
+    They have separate sessions, so that a terminal's signals reach the launcher only, and its signal mask before.
+    """
+    own, file = os.getpid(), os.memfd_create("offload-trainer")  # without a name; other users cannot open it
+    all_alike = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, LAUNCHER: own, STORE: f"/proc/{own}/fd/{file}"}
     waited = {number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN}  # SIGHUP under nohup
     waited |= {signal.SIGCHLD, signal.SIGUSR1}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
-    ranks = _Ranks(waited, before)
-    ranks.start([sys.executable, "-m", "offload_trainer", "train", *words], count=count)
-    return _report_failure(ranks.wait(), words, stopped=ranks.stopped)
+    living: dict[int, subprocess.Popen[bytes]] = {}
+    for rank in range(count):
+        place = {name: str(value) for name, value in {**all_alike, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        living[rank] = subprocess.Popen(
+            [*COMMAND, *words],
+            env={**os.environ, **place},
+            start_new_session=True,
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
+        )
+    return _report_failure(*wait_for(living, waited), words)
 
 
-@dataclass
-class _Ranks:
-    waited: set[signal.Signals]  # signals that the launcher blocks and receives by sigtimedwait
-    before: set[int]  # signal mask before that, which the ranks inherit
-    stopped: int = 0  # first signal that asked the run to stop, or 0
-    living: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)  # rank -> process
+def wait_for(living: dict[int, subprocess.Popen[bytes]], waited: set[signal.Signals]) -> tuple[dict[int, int], int]:
+    """Wait for all ranks, which the first failure ends, and pass on the `waited` signals, which are blocked.
 
-    def start(self, command: Sequence[str], *, count: int) -> None:
-        """Start the ranks in separate sessions, so that a terminal's signals reach the launcher only."""
-        own, file = os.getpid(), os.memfd_create("offload-trainer")  # without a name; other users cannot open it
-        all_alike = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, LAUNCHER: own, STORE: f"/proc/{own}/fd/{file}"}
-        for rank in range(count):
-            place = {name: str(value) for name, value in {**all_alike, "RANK": rank, "LOCAL_RANK": rank}.items()}
-            self.living[rank] = subprocess.Popen(
-                command,
-                env={**os.environ, **place},
-                start_new_session=True,
-                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, self.before),
-            )
+    Return (rank: code or -signal) of each failure in order, and the first signal that asked the run to stop, or 0.
+    """
+    failed: dict[int, int] = {}
+    stopped = 0
+    until, ask = math.inf, math.inf  # when the ranks that are left get SIGKILL and SIGTERM
 
-    def wait(self) -> dict[int, int]:
-        """Wait for all ranks, which the first failure ends; return (rank, code or -signal) of each failure in order."""
-        failed: dict[int, int] = {}
-        until, ask = math.inf, math.inf  # when the ranks that are left get SIGKILL and SIGTERM
-        while self.living:
-            arrived = signal.sigtimedwait(self.waited, _LOOK)
-            number = arrived.si_signo if arrived else 0
-            # Python leaves the number uninitialised if the launcher is stopped beyond the timeout.
-            if number in self.waited - {signal.SIGCHLD}:
-                self._send(number)
-                if number in STOPPING:
-                    self.stopped = self.stopped or number
-            for rank, process in list(self.living.items()):
-                if (code := process.poll()) is not None:
-                    del self.living[rank]
-                if code:
-                    failed[rank] = code
-            # Ranks that were told to stop may be saving, unless one of them has ended for another reason.
-            now = time.monotonic()
-            if until == math.inf and any(not (self.stopped and code in _STOPPED) for code in failed.values()):
-                until = now + _GRACE
-                ask = math.inf if self.stopped else now + _LOOK  # most see closed connections, and end without a word
-            if now > ask:
-                ask = math.inf
-                self._send(signal.SIGTERM)
-                self._send(signal.SIGCONT)  # one that is stopped would not end before SIGKILL
-            if now > until:
-                self._send(signal.SIGKILL)
-        return failed
-
-    def _send(self, number: int) -> None:
-        for process in self.living.values():
+    def send(number: int) -> None:
+        for process in living.values():
             with suppress(ProcessLookupError):
                 process.send_signal(number)
 
+    while living:
+        arrived = signal.sigtimedwait(waited, _LOOK)
+        number = arrived.si_signo if arrived else 0
+        # Python leaves the number uninitialised if the launcher is stopped beyond the timeout.
+        if number in waited - {signal.SIGCHLD}:
+            send(number)
+            if number in STOPPING:
+                stopped = stopped or number
+        for rank, process in list(living.items()):
+            if (code := process.poll()) is not None:
+                del living[rank]
+            if code:
+                failed[rank] = code
+        # Ranks that were told to stop may be saving, unless one of them has ended for another reason.
+        now = time.monotonic()
+        if until == math.inf and any(not (stopped and code in _STOPPED) for code in failed.values()):
+            until = now + _GRACE
+            ask = math.inf if stopped else now + _LOOK  # most see closed connections, and end without a word
+        if now > ask:
+            ask = math.inf
+            send(signal.SIGTERM)
+            send(signal.SIGCONT)  # one that is stopped would not end before SIGKILL
+        if now > until:
+            send(signal.SIGKILL)
+    return failed, stopped
+
 
 def first_failure(failed: dict[int, int]) -> tuple[int, int]:
-    """Return (rank, exit code) of the rank whose failure caused the others, of those that `_Ranks.wait` has returned.
+    """Return (rank, exit code) of the rank whose failure caused the others, in the order of `wait_for`.
 
     The launcher ends the remaining ranks with SIGTERM, so SIGTERM and `LOST` count only if there is nothing else.
     """
@@ -115,7 +112,7 @@ def first_failure(failed: dict[int, int]) -> tuple[int, int]:
     return rank, failed[rank]
 
 
-def _report_failure(failed: dict[int, int], words: Sequence[str], *, stopped: int) -> int:
+def _report_failure(failed: dict[int, int], stopped: int, words: Sequence[str]) -> int:
     """Print why the run ended, unless a rank has, and where the command `words` resumes; return the exit code."""
     rank, code = first_failure(failed) if failed else (0, 0)
     unsaved = [code for code in failed.values() if 0 < code < 128 and code != LOST]
@@ -128,9 +125,7 @@ def _report_failure(failed: dict[int, int], words: Sequence[str], *, stopped: in
     elif code == LOST:
         why, code = "the ranks lost each other", 1
     elif code - 128 in {*signal.Signals}:
-        name = signal.Signals(code - 128).name
-        print(f"offload-train: rank {rank} was terminated by {name}, and the run ended with it", file=sys.stderr)
-        return code
+        why = f"rank {rank} was terminated by {signal.Signals(code - 128).name}, and the run ended with it"
     else:
         return code
     from offload_trainer.run.resume import resume_hint  # late: it imports torch

@@ -48,7 +48,7 @@ def test_a_launcher_that_was_stopped_beyond_its_timeout_sends_nothing(monkeypatc
     """Then Python's sigtimedwait returns memory that nobody has set."""
     monkeypatch.setattr(signal, "sigtimedwait", lambda *_: SimpleNamespace(si_signo=-(2**20)))
     rank = Mock(poll=lambda: 0)
-    assert launcher._Ranks({signal.SIGCHLD}, set(), living={0: rank}).wait() == {}
+    assert launcher.wait_for({0: rank}, {signal.SIGCHLD}) == ({}, 0)
     rank.send_signal.assert_not_called()
 
 
@@ -78,7 +78,7 @@ def test_nodes_have_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_a_launcher_says_where_the_next_start_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def told(failed: dict[int, int], *, stopped: int = 0) -> int:
-        return launcher._report_failure(failed, ["--gpus", "2", "--output", str(tmp_path)], stopped=stopped)
+        return launcher._report_failure(failed, stopped, ["--gpus", "2", "--output", str(tmp_path)])
 
     killed = {1: -signal.SIGKILL}
     for kept, where in (
@@ -161,9 +161,7 @@ def test_the_launcher_ends_ranks_and_passes_signals_on(
         # Long enough for a busy machine where the ranks react, and shorter than a save where they must be left to it.
         launcher._GRACE = 0.5 if fault == "saves" else 4
         sys.modules["offload_trainer.run.resume"] = SimpleNamespace(resume_hint=lambda words: "it goes on")
-        ranks = launcher._Ranks
-        start, argv = ranks.start, [sys.executable, "-c", RANK, str(tmp_path), fault]
-        ranks.start = lambda self, command, *, count: start(self, argv, count=count)
+        launcher.COMMAND = [sys.executable, "-c", RANK, str(tmp_path), fault]
         return launcher.run_ranks([], count=2)
 
     assert in_a_fork(work) == code

@@ -5,14 +5,14 @@ The exit code is that of the rank that failed first, or 128 + the number of the 
 a stopped or hung one (`ranks.py`); the launcher kills what does not end.
 """
 
+import ctypes
 import math
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from offload_trainer.errors import LOST, STORE, UserError
@@ -23,8 +23,9 @@ LAUNCHER = "OFFLOAD_TRAINER_LAUNCHER"  # environment variable: the launcher's pi
 COMMAND = [sys.executable, "-m", "offload_trainer", "train"]  # of a rank
 
 _STOPPED = {code for number in STOPPING for code in (-number, 128 + number)}  # exit codes of ranks told to stop
-_GRACE = 30.0  # seconds between SIGTERM and SIGKILL to ranks after another one, or their launcher, has ended
-_LOOK = 1.0  # seconds between checks: of the ranks when no signal arrives, and of the launcher
+_GRACE = 30.0  # seconds between SIGTERM and SIGKILL to ranks after another one has ended
+_LOOK = 1.0  # seconds between checks of the ranks when no signal arrives
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 ECHO = 5.0  # seconds within which a rank gets a signal twice: sent to it too, and passed on by its launcher
 
 
@@ -140,21 +141,9 @@ def has_launcher() -> bool:
     return bool(started) and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def end_without_launcher(say: Callable[[str], None]) -> None:
-    """Start a thread that ends this rank, and says so, if it has a launcher that is gone (a shell may exit)."""
+def end_with_launcher() -> None:
+    """Let the kernel send SIGTERM to this rank when its launcher ends, or send it now if that is gone already."""
     if has_launcher():
-        launcher = int(os.environ.get(LAUNCHER, os.getppid()))
-        threading.Thread(target=_end_after, args=(launcher, say), name="watch", daemon=True).start()
-
-
-def _end_after(launcher: int, say: Callable[[str], None]) -> None:
-    """Wait until the launcher is gone; then send SIGTERM to this process, and SIGKILL if that does not end it."""
-    while os.getppid() == launcher:
-        time.sleep(_LOOK)
-    if int(os.environ["LOCAL_RANK"]) == 0:
-        say(f"the launcher of the ranks (process {launcher}) has ended, and the run ends. The same command resumes")
-    else:
-        time.sleep(_LOOK)  # let the first rank print the reason before this rank's end stops it
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_GRACE)
-    os.kill(os.getpid(), signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != int(os.environ.get(LAUNCHER, os.getppid())):
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from offload_trainer.config import STREAM, TrainConfig
 from offload_trainer.model.presets import local_directory
-from offload_trainer.run.launcher import end_without_launcher
+from offload_trainer.run.launcher import end_with_launcher
 from offload_trainer.settings import load_config
-from offload_trainer.stdio import write_now
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # read when CUDA is first used
 
@@ -48,7 +47,7 @@ def prepare_process(config: TrainConfig) -> int:
     A command that plans or benchmarks for several ranks gets the threads of all of them. The OMP_NUM_THREADS=1 of
     torchrun is overridden. DeepSpeed's kernels load an OpenMP runtime that torch.set_num_threads does not affect.
     """
-    end_without_launcher(lambda line: write_now(f"offload-train: {line}"))
+    end_with_launcher()
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0))
     _stay_near(int(os.environ.get("LOCAL_RANK", "0")), ranks=local_world)

@@ -117,11 +117,7 @@ class Offloaded(_Trainer):
             self._make_own_optimizer()
 
     def _make_own_optimizer(self) -> None:
-        """Call a subclass's create_optimizer now, to refuse an optimizer that would find no gradients.
-
-        Raises UserError for overrides that come after this class in the MRO, and so would never be called, unless a
-        class in front of this one has its own.
-        """
+        """Call a subclass's create_optimizer now. Refuse one that finds no gradients, and those never called."""
         from transformers import Trainer
 
         classes = type(self).__mro__
@@ -139,9 +135,8 @@ class Offloaded(_Trainer):
             made = self.create_optimizer() or self.optimizer
             if not isinstance(made, OffloadedOptimizer):
                 raise UserError(
-                    f"create_optimizer of {type(self).__name__} makes {type(made).__name__}, and the weights' state is "
-                    "with the session: return super().create_optimizer(), or "
-                    "offload_trainer.hf.session_of(self.model).adamw(groups)"
+                    f"create_optimizer of {type(self).__name__} makes {type(made).__name__}, which has no state of the "
+                    "weights: return super().create_optimizer(), or session_of(self.model).adamw(groups)"
                 )
             self.optimizer = made
             self.create_optimizer = lambda *_, **__: made  # type: ignore[method-assign]
@@ -304,22 +299,11 @@ _REFUSED = {  # arguments that must not be set, of the Trainer and of TRL, and w
     **dict.fromkeys(("bf16_full_eval", "fp16_full_eval", "cast_lm_head_to_fp32"), _IN_PLACE),
     "torch_compile": "compiled code keeps weights that have moved, so a session runs eagerly: leave it out",
     **dict.fromkeys(("deepspeed", "fsdp"), "it would place the weights a second time: leave it out"),
-    "auto_find_batch_size": (
-        "it starts again with fewer rows in the middle of a step: leave it out, and give the number of rows to "
-        "load(..., micro_batch_size=N), whose plan says what they need and is refused if they do not fit"
-    ),
-    "use_liger_kernel": (
-        "it would replace modules whose weights are offloaded already, which was not tried: leave it out, and apply "
-        "liger_kernel to the module before ot.offload(module, ...)"
-    ),
+    "auto_find_batch_size": "leave it out: load(..., micro_batch_size=N) plans and refuses a number of rows",
+    "use_liger_kernel": "leave it out, and apply liger_kernel to the module before ot.offload(module, ...)",
     "activation_offloading": "it would keep weights: leave it out",
-    "use_vllm": (
-        "TRL would hand vLLM parameters whose memory is reused: leave it out, so that the model itself generates; "
-        "GRPOTrainer's rollout_func may send session.named_weights() to a server of yours"
-    ),
-    "use_transformers_continuous_batching": (
-        "it runs the model in another thread, which was not tried with offloaded weights: leave it out"
-    ),
+    "use_vllm": "leave it out: the model generates, or rollout_func sends session.named_weights() to a server of yours",
+    "use_transformers_continuous_batching": "it runs the model in another thread: leave it out",
 }
 
 
@@ -328,23 +312,16 @@ def argument_mistakes(args: TrainingArguments, session: Session) -> Iterator[str
     yield from (f"{name}={value}: {why}" for name, why in _REFUSED.items() if (value := getattr(args, name, None)))
     of_trl = _is_one_of(args, _GENERATING)
     if session.trained and of_trl and (beta := getattr(args, "beta", 0.0)):
-        yield (
-            f"beta={beta}: the reference would be a second model in memory: beta=0.0, or adapters over a frozen base, "
-            "which is then the reference"
-        )
+        yield f"beta={beta}: the reference would be a second model in memory: beta=0.0, or adapters over a frozen base"
     if session.fetches_together and (of_trl or getattr(args, "predict_with_generate", False)):
+        yield f"{session.world} ranks that fetch weights together cannot generate: load(..., params='gpu')"
+    strategy = HubStrategy(args.hub_strategy)
+    pushes_state = strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS) and not args.save_only_model
+    if args.push_to_hub and session.trained and pushes_state:
         yield (
-            f"generation on {session.world} ranks that fetch weights together, for which all would have to generate as "
-            "many tokens: load(..., params='gpu') keeps the weights on the device of each rank"
+            f"hub_strategy={strategy.value!r}: each save would push all masters and moments: 'every_save' or 'end', "
+            "which push the model, or save_only_model=True"
         )
-    if args.push_to_hub and session.trained and not args.save_only_model:
-        strategy = HubStrategy(args.hub_strategy)
-        if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-            yield (
-                f"hub_strategy={strategy.value!r}: each save would push the masters and moments of all weights: "
-                "hub_strategy='every_save' or 'end' pushes the model, and save_only_model=True makes checkpoints "
-                "without them"
-            )
     if args.mixed_precision != "no" and not (args.bf16 or args.fp16):
         yield f"ACCELERATE_MIXED_PRECISION={args.mixed_precision}: {_AUTOCAST}: set it to no"
     if session.trained and args.optim not in _ADAMW:
@@ -352,10 +329,7 @@ def argument_mistakes(args: TrainingArguments, session: Session) -> Iterator[str
     if args.n_gpu > 1:
         yield f"{args.n_gpu} GPUs in one process would be DataParallel: set CUDA_VISIBLE_DEVICES to one"
     if args.world_size != session.world:
-        yield (
-            f"the Trainer has {args.world_size} processes, the session {session.world}: start both with torchrun or "
-            "accelerate launch"
-        )
+        yield f"the Trainer has {args.world_size} processes, the session {session.world}: start both with torchrun"
     if args.device.type != session.device.type:
         yield f"the Trainer's device is {args.device}, the model's {session.device}: leave use_cpu out"
     if args.save_only_model and args.load_best_model_at_end:

@@ -154,7 +154,7 @@ def test_reward_model(folder: Path, drive: Path, tmp_path: Path) -> None:
         ("DPO", {"sync_ref_model": True}, "sync_ref_model"),
         ("KTO", {"precompute_ref_log_probs": False}, r"precompute_ref_log_probs=True"),
         ("GRPO", {"beta": 0.1}, r"beta=0\.1: the reference would be a second model in memory: beta=0\.0, or adapters"),
-        ("GRPO", {"use_vllm": True}, r"use_vllm=True: .*rollout_func may send session\.named_weights\(\)"),
+        ("GRPO", {"use_vllm": True}, r"use_vllm=True: .*rollout_func sends session\.named_weights\(\)"),
         (
             "GRPO",
             {"use_transformers_continuous_batching": True},

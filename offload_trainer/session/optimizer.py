@@ -35,10 +35,7 @@ if TYPE_CHECKING:
 Groups = Sequence[Mapping[str, Any]]  # an optimizer's param_groups
 State = MutableMapping[torch.Tensor, dict[str, torch.Tensor]]  # an optimizer's state: parameter -> kind -> tensor
 WEIGHT = "weight"
-_SAVES = (
-    "session.save(directory, scheduler, ...) saves masters, moments, steps and groups, and session.resume(directory, "
-    "scheduler, ...) loads them"
-)
+_SAVES = "session.save(directory, scheduler, ...) saves it all, session.resume(directory, scheduler, ...) loads it"
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -80,19 +77,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients accumulated since the last step. Raises UserError for set_to_none=False."""
+        """Drop all gradients accumulated since the last step."""
         if not set_to_none:
-            raise UserError(
-                "zero_grad(set_to_none=False) would keep zero gradients, with which a step changes weights that no "
-                "backward reached: leave set_to_none out"
-            )
+            raise UserError("zero_grad(set_to_none=False): zero gradients would change weights; leave set_to_none out")
         self._session._clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state_dict before the first step, when there are no moments; raise UserError afterwards.
-
-        It must work before the first step, because accelerate calls it and loads the result in `prepare`.
-        """
+        """Return torch's state_dict before the first step, as accelerate's `prepare` needs it; UserError afterwards."""
         if (steps := self._session._offloaded.steps_done) and not self.saved_apart:
             raise UserError(
                 f"the optimizer's state_dict() would have no moments of the offloaded weights after {steps} "
@@ -120,20 +111,16 @@ def with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Return the parameters that are not offloaded and have a gradient, each once. UserError for a sparse one."""
     held = [p for p in dict.fromkeys(parameters) if not isinstance(p, OffloadedParameter)]
     found = [p for p in held if p.grad is not None]
-    for parameter in found:
-        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-            raise UserError(
-                f"a parameter of shape {tuple(parameter.shape)} got a sparse gradient, which AdamW does not take: make "
-                "its embedding with sparse=False"
-            )
+    for p in found:
+        if p.grad is not None and p.grad.layout is not torch.strided:
+            raise UserError(f"a parameter of shape {tuple(p.shape)} got a sparse gradient: make it with sparse=False")
     return found
 
 
 def norm_of_all(parameters: Iterable[nn.Parameter], offloaded: Mapping[str, torch.Tensor], order: float = 2.0) -> float:
-    """Return the norm of all gradients, combined in the order of `parameters`; 0 if there are none.
+    """Return the norm of the per-gradient norms, combined in the order of `parameters`, as torch's clipping does.
 
-    `offloaded`: norms of the offloaded gradients by weight name. The result equals that of
-    torch.nn.utils.clip_grad_norm_ on a plain model: the norm of the per-gradient norms, on the first one's device.
+    `offloaded`: norms of the offloaded gradients by weight name. The first one's device computes.
     """
     left, norms = dict(offloaded), []
     for parameter in dict.fromkeys(parameters):
@@ -176,10 +163,7 @@ def broadcast_residents(parameters: Iterable[nn.Parameter], node: Node) -> None:
 
 @torch.no_grad()
 def average_gradients(parameters: Iterable[nn.Parameter], node: Node) -> None:
-    """Set the gradients of parameters that are not offloaded to their means over all ranks. All ranks call it.
-
-    A rank without a gradient counts as zeros, if another rank has one, as in DistributedDataParallel.
-    """
+    """Set gradients of parameters that are not offloaded to their means over all ranks; a missing one is zeros."""
     held = [p for p in dict.fromkeys(parameters) if p.requires_grad and not isinstance(p, OffloadedParameter)]
     have = torch.tensor([float(parameter.grad is not None) for parameter in held])
     with_gradient(held)  # refuses sparse gradients

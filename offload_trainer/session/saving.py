@@ -73,10 +73,8 @@ def save(session: Session, directory: str | Path, *stateful: Stateful) -> None:
     ]
     state = json.dumps(asdict(_SessionState(groups, states, base=_base(session._offloaded))))
     if len(state) > MOST_BYTES:
-        raise UserError(
-            f"the groups' and the {len(states)} objects' state takes {len(state)} bytes, and a save holds at most "
-            f"{MOST_BYTES}: keep large lists, such as a sampler's order, elsewhere"
-        )
+        most = f"{len(state)} bytes, of {MOST_BYTES} at most: keep large lists, such as a sampler's order, elsewhere"
+        raise UserError(f"the state of the groups and the {len(states)} objects takes {most}")
     residents, buffers, step = optimizer.residents, session._kept_buffers, steps_done(session)
     record = replace(session._record, layout={**session._record.layout, **layout_of({**residents, **buffers})})
     snapshot = session._offloaded.snapshot()
@@ -92,9 +90,7 @@ def save(session: Session, directory: str | Path, *stateful: Stateful) -> None:
         group.first(lambda: _refuse_to_replace(final))
         write_checkpoint(final, snapshot, group, state=TrainState(step, 0, 0), record=record, also=also)
     except OSError as error:
-        raise TrainerError(
-            f"{final} could not be written: {reason(error)}; what was there before is untouched"
-        ) from error
+        raise TrainerError(f"{final} could not be written: {reason(error)}; what was there before stays") from error
     finally:
         snapshot.close()
 
@@ -184,11 +180,8 @@ def _rounded(units: Sequence[Unit]) -> str:
     if not (blocks := [unit.name for unit in units if unit.quantised]):
         return ""
     weights = [place.weight for unit in units for place in unit.places if place.weight.quantised]
-    return (
-        f"\n{len(weights)} matrices of {len(blocks)} blocks ({blocks[0]} to {blocks[-1]}) were rounded to "
-        f"{weights[0].quantised} when they were loaded. They are exported as rounded, adapters added if they were "
-        "merged.\n"
-    )
+    rounded = f"{len(weights)} matrices of {len(blocks)} blocks ({blocks[0]} to {blocks[-1]}) were rounded"
+    return f"\n{rounded} to {weights[0].quantised} when they were loaded, and are exported so, with merged adapters.\n"
 
 
 def steps_done(session: Session) -> int:
@@ -217,9 +210,7 @@ def _plain(value: Any, where: str) -> Any:
         return [_plain(item, f"{where}[{number}]") for number, item in enumerate(value)]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
-    raise UserError(
-        f"{where}: a save holds plain data (numbers, text, lists of them), and this is {type(value).__name__}"
-    )
+    raise UserError(f"{where} is {type(value).__name__}, and a save holds plain data: numbers, text, lists of them")
 
 
 def _newest(directory: Path) -> Path | None:
@@ -258,10 +249,8 @@ def merging(model: nn.Module) -> Change:
         if not isinstance(parameter, OffloadedParameter) and parameter not in merged
     ]
     if left:
-        raise UserError(
-            f"{len(left)} parameters cannot be merged into the model's weights ({left[0]}, ...): use merge=False to "
-            "write the weights without them, and their library's save_pretrained to write them"
-        )
+        instead = "merge=False writes the weights without them, and their library's save_pretrained writes them"
+        raise UserError(f"{len(left)} parameters cannot be merged into the weights ({left[0]}, ...): {instead}")
 
     @torch.no_grad()
     def change(name: str, weight: torch.Tensor) -> torch.Tensor:

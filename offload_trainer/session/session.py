@@ -200,9 +200,7 @@ class Session:
             raise UserError(f"a session has one optimizer: give its groups to the first call of {rule.name}()")
         kept = self._offloaded.store.format.rule
         if rule != kept:
-            raise UserError(
-                f"the session stores {kept.title}'s state: call {kept.name}(), or make it with rule={rule.name!r}"
-            )
+            raise UserError(f"the session stores {kept.title}'s state: call {kept.name}(), or give rule={rule.name!r}")
         if params is None:
             params = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         made = OffloadedOptimizer(params, session=self, rule=rule, defaults=defaults)
@@ -227,9 +225,7 @@ class Session:
         """
         self._refuse_closed()
         if max_norm <= 0:
-            raise UserError(
-                f"clip_grad_norm_({max_norm}): a limit above 0 is needed; float('inf') only computes the norm"
-            )
+            raise UserError(f"clip_grad_norm_({max_norm}): give a limit above 0; float('inf') only computes the norm")
         self._apply_clip()
         norm = self._norm_of_sums()  # taken for any norm_type, so that later gradients are detected
         if norm_type != 2.0:
@@ -265,10 +261,8 @@ class Session:
     def _norms(self, order: float = 2.0) -> dict[str, torch.Tensor]:
         """Return the norms of the offloaded gradients, the means over all ranks, by weight name."""
         if self.world > 1 and not self._counted:
-            raise UserError(
-                f"{self.world} ranks: the backward before a step must be in session.micro_batch(last=True), where the "
-                "ranks exchange gradients"
-            )
+            where = "session.micro_batch(last=True), where ranks exchange gradients"
+            raise UserError(f"{self.world} ranks: the backward before a step must be in {where}")
         return {name: norm / self.world for name, norm in self._offloaded.norms(order).items()}
 
     def _refuse_later_gradients(self) -> None:
@@ -296,10 +290,7 @@ class Session:
             return  # like torch's optimizers when no parameter has a gradient
         norm = self._norm_of_sums()
         if not isfinite(norm):
-            raise NonFiniteGradient(
-                f"the gradient's norm is {norm}: nothing was changed. The optimizer's zero_grad() drops these "
-                "gradients, so that the next backward starts from zero"
-            )
+            raise NonFiniteGradient(f"the gradient's norm is {norm}: nothing was changed; zero_grad() drops gradients")
         if arrived:
             weights = {name: place.weight for name, (_, place) in self._offloaded.places.items()}
             self._offloaded.step(made.rules(weights), scale=self._clip / self.world)
@@ -369,10 +360,10 @@ class Session:
             return listed(self.model, self.weight, destination=destination, **words)
         size, free = sum(p.nbytes for p in self._model_parameters), psutil.virtual_memory().available
         if 2 * size > free:
+            sizes = f"{format_bytes(size)} of {format_bytes(free)} that are free"
             raise UserError(
-                f"state_dict() would hold all weights of an offloaded model at once, {format_bytes(size)} of "
-                f"{format_bytes(free)} that are free: use session.export(directory) for a model, "
-                "session.save(directory) for a checkpoint, or session.named_weights(), which gives one at a time"
+                f"state_dict() would hold all weights at once, {sizes}: use session.export(directory), "
+                "session.save(directory), or session.named_weights(), which gives one at a time"
             )
         found = listed(self.model, cache(self.weight), **words)  # each tied weight once
         return {name: value.read() if isinstance(value, LazyWeight) else value for name, value in found.items()}
@@ -400,9 +391,7 @@ class Session:
         found = {name: one for name, one in persistent_buffers(self.model).items() if name in self._buffers}
         for name, buffer in found.items():
             if buffer.dtype not in SAFETENSORS_DTYPES:
-                raise UserError(
-                    f"buffer {name} is {buffer.dtype}, which cannot be written: register it persistent=False"
-                )
+                raise UserError(f"buffer {name} is {buffer.dtype} and cannot be written: register it persistent=False")
         return found
 
     @property

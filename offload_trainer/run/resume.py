@@ -82,7 +82,7 @@ class PageFiles:
 
 
 def _all_steps_done(setup: Setup, checkpoint: Path) -> str | None:
-    """Return a message, with changed settings, if a checkpoint has all steps and no page files are newer."""
+    """Return a message if a checkpoint has all steps and no page files are newer."""
     save, steps, step, output = setup.config.save, setup.config.train.steps, read_state(checkpoint).step, setup.output
     if step < steps:
         return None
@@ -97,11 +97,7 @@ def _all_steps_done(setup: Setup, checkpoint: Path) -> str | None:
             f"--resume {save.resume}: {reached}, so nothing would be trained or saved in {output}; --steps N trains "
             f"on, and this exports it: offload-train export {quote(str(checkpoint))} DEST"
         )
-    given, then = setup.config.model_dump(mode="json", exclude_unset=True), configuration_of(checkpoint)
-    now = {section: {**keys, **given.get(section, {})} for section, keys in then.items()}
-    notes = [line for line in changed_settings(checkpoint.name, then, now) if " is auto; " not in line]
-    notes = [f"; {line}" for line in notes if not line.startswith("train.steps")]
-    return f"done: {reached}, so nothing is changed; --steps N extends it{''.join(notes)}"
+    return f"done: {reached}, so nothing is changed; --steps N extends it"
 
 
 def finished(setup: Setup, checkpoint: Path | None) -> bool:

@@ -267,10 +267,7 @@ def join() -> None:
 def _late() -> str:
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     unreached = f", or does not reach {place} ({_INTERFACE} names the network)" if "MASTER_ADDR" in os.environ else ""
-    return (
-        f"after {_JOINING:g} s not all ranks of the run have come: a rank or node has not been started, has ended with "
-        f"a message of its own{unreached}"
-    )
+    return f"after {_JOINING:g} s not all ranks of the run have come: one has not been started, has ended{unreached}"
 
 
 def _stay_on_loopback() -> None:
@@ -325,10 +322,8 @@ def nodes() -> tuple[range, ...]:
     numbers = all_gather_json(int(os.environ.get("LOCAL_RANK", rank)))
     each = world // max(1, numbers.count(0))
     if numbers != [number % each for number in range(world)]:
-        raise UserError(
-            f"ranks are not as many on every node: they are number {', '.join(map(str, numbers))} of theirs; start as "
-            "many on each (torchrun --nproc-per-node)"
-        )
+        local = ", ".join(map(str, numbers))
+        raise UserError(f"ranks are not as many on every node: local ranks {local} (torchrun --nproc-per-node)")
     return tuple(range(first, first + each) for first in range(0, world, each))
 
 
@@ -412,10 +407,8 @@ def exchange_numbers(number: int, *, group: Group) -> list[int]:
     except PeerTimeout as error:
         if group.rank != min({*group.members} - {*error.missing}):
             raise
-        raise TrainerError(
-            f"after {STALLED:g} s another rank has not come to where all ranks meet in a step, and the run ends: "
-            f"{error}; {RERUN_HINT}"
-        ) from error
+        late = f"after {STALLED:g} s another rank has not come to where all ranks meet in a step"
+        raise TrainerError(f"{late}, and the run ends: {error}; {RERUN_HINT}") from error
 
 
 def broadcast(values: torch.Tensor, *, source: int, group: Any) -> None:

@@ -23,7 +23,7 @@ import torch
 from offload_trainer import __version__
 from offload_trainer.config import OptimSection
 from offload_trainer.engine.protocol import Engine, Snapshot
-from offload_trainer.errors import LOST, TrainerError, UserError, reason
+from offload_trainer.errors import LOST, RERUN_HINT, TrainerError, UserError, reason
 from offload_trainer.ranks import ALONE, Group, everybody, group_of, wait_for_all
 from offload_trainer.safe_files import Count, Flag, Line, Steps, exact_record, lenient_record, read_back, shown
 from offload_trainer.storage.atomic_io import StoredFile, bytes_below, copy_tree, sync_directory, sync_file, write_text
@@ -168,10 +168,9 @@ class Checkpoints:
         except OSError as error:
             raise TrainerError(f"{self._root} cannot be written: {reason(error)}; nothing was saved") from error
         if free < need:
-            raise TrainerError(
-                f"{self._root}: a checkpoint takes {format_bytes(need)} and {format_bytes(free)} are free; "
-                "older checkpoints are untouched. Free space there, or set --save-every 0"
-            )
+            sizes = f"a checkpoint takes {format_bytes(need)} and {format_bytes(free)} are free"
+            fix = "older checkpoints are untouched. Free space there, or set --save-every 0"
+            raise TrainerError(f"{self._root}: {sizes}; {fix}")
 
     def _write(self, snapshot: Snapshot, state: TrainState, group: Group) -> None:
         """Write one checkpoint. Collective over `group`: a failure on one rank is raised on all."""
@@ -180,10 +179,8 @@ class Checkpoints:
             group.first(lambda: list(map(sync_file, [self._root.parent / log for log in _LOGS])))
             files = write_checkpoint(final, snapshot, group, state=state, record=self.record, say=self._say)
         except OSError as error:
-            raise TrainerError(
-                f"{final} could not be written: {reason(error)}; older checkpoints are untouched. Free "
-                "space there, and the same command resumes from the newest of them"
-            ) from error
+            fix = f"older checkpoints are untouched. Free space there, and {RERUN_HINT}"
+            raise TrainerError(f"{final} could not be written: {reason(error)}; {fix}") from error
         if group.rank == 0:
             self._report_save(final, files, seconds=time.perf_counter() - start, in_background=snapshot.concurrent)
 

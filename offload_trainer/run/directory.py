@@ -119,10 +119,7 @@ def refuse_strangers(output: Path) -> None:
     """Raise UserError if the run would replace or append to files that no run has written."""
     there = [name for name in WRITTEN if is_there(output / name)]
     if odd := [name for name in there if not stat.S_ISREG((output / name).lstat().st_mode)]:
-        raise UserError(
-            f"{output / odd[0]} is a link, a directory or no regular file, and a run writes a file of that name: move "
-            "it away, or name another --output"
-        )
+        raise UserError(f"{output / odd[0]} is a link, a directory or no regular file: a run writes one of that name")
     there += [name for name in ("model", "pages") if is_there(output / name)]
     if os.path.isfile(output / "save") and os.path.getsize(output / "save"):  # an empty one asks for a checkpoint
         there.append("save")

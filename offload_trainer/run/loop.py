@@ -160,10 +160,7 @@ def too_late(job: Job) -> str | None:
     seconds = seconds * _MARGIN + _SECONDS_TO_END
     if seconds <= within:
         return None
-    return (
-        f"finishing this step and saving would take about {format_seconds(seconds)}, longer than "
-        f"train.stop_within={within:g}"
-    )
+    return f"finishing and saving would take {format_seconds(seconds)}, longer than train.stop_within={within:g}"
 
 
 def _save_if_due(job: Job, state: TrainState, *, stopping: bool, wished: bool, ended: bool) -> None:

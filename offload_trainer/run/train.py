@@ -110,9 +110,7 @@ def _join(place: PlacementSection, *, world: int) -> tuple[range, ...]:
     """Join the other ranks and return the ranks of each node. Raises UserError if --gpus says another number."""
     tiered, wished = place.engine_name == "tiered", place.gpus
     if tiered and wished not in (1, world):
-        raise UserError(
-            f"--gpus {wished}, but the launcher has started {world}: leave --gpus out, or start as many ranks"
-        )
+        raise UserError(f"--gpus {wished}, but the launcher has started {world}: leave it out, or start as many ranks")
     if world > 1:
         ranks.join()
     if tiered:

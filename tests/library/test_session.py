@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,13 +41,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import offload_trainer as ot
-from offload_trainer.config import PlacementSection
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.placed import PlacedWeights
-from offload_trainer.plan.plan import Plan
 from offload_trainer.run import checkpoint as saving
 from offload_trainer.session import api
 from offload_trainer.session.api import session_config
@@ -244,6 +241,7 @@ def test_a_session_killed_at_any_moment_resumes_from_a_complete_save(moment: str
     with ot.offload(model, nvme=drive, page_size=8192, **HOMES["on the drive"]) as session:
         optimizer = session.adamw(groups(model), lr=1e-2)
         scheduler = one_cycle(optimizer)
+        loss_at(model, 0).backward()  # gradients that the resume drops
         start = session.resume(tmp_path / "save", scheduler)
         assert start == left
         found = list(trained(model, optimizer, scheduler, loss_at, session=session, start=start))
@@ -251,26 +249,6 @@ def test_a_session_killed_at_any_moment_resumes_from_a_complete_save(moment: str
         assert_same(dict(session.named_masters()), weights)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     assert list((drive / "offload-trainer").iterdir()) == []
-
-
-@pytest.mark.slow
-def test_resumed_in_the_middle_of_a_step(tmp_path: Path, drive: Path) -> None:
-    model = tower(tmp_path)
-    data = batches(4)
-    with ot.offload(model, nvme=drive, page_size=4096, **HOMES["on the drive"]) as session:
-        optimizer = session.adamw(lr=1e-2)
-        session.save(tmp_path / "save")
-        found = []
-        for _ in range(2):
-            for batch in data:
-                with session.micro_batch(last=True):
-                    loss_of(model, batch).backward()
-                optimizer.step()
-            found.append({name: master.clone() for name, master in session.named_masters()})
-            with session.micro_batch(last=True):
-                loss_of(model, data[0]).backward()
-            assert session.resume(tmp_path / "save") == 0
-        assert all(torch.equal(found[0][name], master) for name, master in found[1].items())
 
 
 # -- weights that are read outside their modules ---------------------------------------------------------------------
@@ -570,21 +548,3 @@ def test_blocks_are_found_or_named() -> None:
     for blocks, names in ((None, [f"floors.{number}" for number in range(4)]), (["floors.1"], ["floors.1"])):
         units = {weight.unit for weight in api.shape_of(Tower(), blocks=blocks).weights if weight.block}
         assert sorted(units) == names
-
-
-@pytest.mark.slow
-def test_fewer_buffers_are_used_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = api.machine_here(PlacementSection())
-    monkeypatch.setattr(api, "memory_in_use", lambda machine, *, moves: (0, 0))
-
-    def planned(ram: int, **keys: Any) -> Plan:
-        monkeypatch.setattr(api, "machine_here", lambda place: replace(here, ram_bytes=ram))
-        with ot.offload(Tower(), params="cpu", say=lambda line: None, **keys) as session:
-            return session.plan
-
-    plan = planned(here.ram_bytes)
-    room = plan.tiers["ram"]
-    less = here.ram_bytes - (room["have"] - room["need"]) - 1
-    assert (plan.sizes.unit_buffers, planned(less).sizes.unit_buffers) == (3, 2)
-    with pytest.raises(ot.UserError, match="this does not fit: ram needs"):
-        planned(less, weight_buffers=3)

@@ -277,23 +277,19 @@ def test_accelerate(drive: Path) -> None:
 
 def test_clipping_within_a_closure(drive: Path) -> None:
     """Clipping at the end of the closure given to `step`, as Lightning does, works."""
-
-    def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        def closure(batch: Any) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, batch)
-            loss.backward()
-            nn.utils.clip_grad_norm_((p for group in optimizer.param_groups for p in group["params"]), 0.1)
-            return loss
-
-        found = []
-        for batch in batches(4):
-            with torch.no_grad():
-                found.append(float(optimizer.step(partial(closure, batch))))
-        return found
-
     with both(drive) as (model, _, optimizer, reference, usual):
-        assert steps(model, optimizer) == steps(reference, usual)
+        for batch in batches(4):
+
+            def closure(one: nn.Module, its: torch.optim.Optimizer, batch: Any = batch) -> torch.Tensor:
+                its.zero_grad()
+                loss = loss_of(one, batch)
+                loss.backward()
+                nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+                return loss
+
+            with torch.no_grad():
+                ours = optimizer.step(partial(closure, model, optimizer))
+                assert ours == usual.step(partial(closure, reference, usual))
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------

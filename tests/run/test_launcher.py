@@ -1,15 +1,12 @@
-"""Tests of the launcher: the rank whose end it reports, signals that it passes on, and ranks that outlive it.
-
-Ranks that differ are refused before anything is written, with the difference named.
-"""
+"""Tests of the launcher: the rank whose end it reports, signals that it passes on, ranks that outlive it or differ."""
 
 import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -52,26 +49,23 @@ def test_a_launcher_that_was_stopped_beyond_its_timeout_sends_nothing(monkeypatc
 
 
 @pytest.mark.slow
-def test_ranks_that_cannot_train_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_have_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="--gpus 3, but the launcher has started 2"):
         _join(load_config(["--gpus", "3"]).placement, world=2)
-
-
-@pytest.mark.slow
-def test_nodes_have_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-
-    def of(*local: int) -> tuple[range, ...]:
-        monkeypatch.setattr(ranks, "place_here", lambda: (0, len(local)))
-        monkeypatch.setattr(ranks, "all_gather_json", lambda _: list(local))
-        return ranks.nodes()
-
-    assert of(0) == (range(1),)
-    assert of(0, 1, 2) == (range(3),)
-    assert of(0, 1, 0, 1) == (range(2), range(2, 4))
-    assert of(0, 0, 0) == (range(1), range(1, 2), range(2, 3))
-    for uneven in ((0, 0, 1), (0, 1, 2, 0), (1, 0)):
-        with pytest.raises(UserError, match="not as many on every node"):
-            of(*uneven)
+    for local, nodes in (
+        ((0,), (range(1),)),
+        ((0, 1, 2), (range(3),)),
+        ((0, 1, 0, 1), (range(2), range(2, 4))),
+        ((0, 0, 0), (range(1), range(1, 2), range(2, 3))),
+        *((uneven, None) for uneven in ((0, 0, 1), (0, 1, 2, 0), (1, 0))),
+    ):
+        monkeypatch.setattr(ranks, "place_here", lambda local=local: (0, len(local)))
+        monkeypatch.setattr(ranks, "all_gather_json", lambda _, local=local: list(local))
+        if nodes:
+            assert ranks.nodes() == nodes
+        else:
+            with pytest.raises(UserError, match="not as many on every node"):
+                ranks.nodes()
 
 
 @pytest.mark.slow
@@ -229,23 +223,19 @@ def test_ranks_of_different_commands_do_not_begin(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def others(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
-    """Pretend that there are three ranks, of which this is the first and the last reports `changed` facts."""
-    monkeypatch.setattr(checks, "all_gather_json", lambda mine: [mine, mine, mine | changed])
-    monkeypatch.setattr(checks, "place_here", lambda: (0, 3))
-
-
 @pytest.mark.slow
 def test_another_program_and_other_data_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    others(monkeypatch, **{"torch": "2.1", "CPU instruction set (torch)": "Z80"})
-    with pytest.raises(UserError, match="every rank with the same command") as refused:
-        refuse_other_programs(load_config([]).model_dump(mode="json"))
-    assert f"torch: rank 2 has 2.1, rank 0 {torch.__version__}" in str(refused.value)
-    assert "CPU instruction set (torch): rank 2 has Z80, rank 0 " in str(refused.value)
-    identity, layout = {"tokens": 5, "text": 1234}, {"a": {"shape": [2], "trained": True}}
-    others(monkeypatch, text=77)
-    with pytest.raises(UserError, match="text: rank 2 has 77, rank 0 1234"):
-        refuse_other_data(identity, layout)
-    others(monkeypatch, **{"the model's weights": 3})
-    with pytest.raises(UserError, match="the model's weights: rank 2 has 3"):
-        refuse_other_data(identity, layout)
+    """There are three ranks, of which this is the first and the last reports other facts."""
+    monkeypatch.setattr(checks, "place_here", lambda: (0, 3))
+    program = partial(refuse_other_programs, load_config([]).model_dump(mode="json"))
+    data = partial(refuse_other_data, {"tokens": 5, "text": 1234}, {"a": {"shape": [2], "trained": True}})
+    for refuse, changed, told in (
+        (program, {"torch": "2.1"}, f"torch: rank 2 has 2.1, rank 0 {torch.__version__}"),
+        (program, {"CPU instruction set (torch)": "Z80"}, "CPU instruction set (torch): rank 2 has Z80, rank 0 "),
+        (data, {"text": 77}, "text: rank 2 has 77, rank 0 1234"),
+        (data, {"the model's weights": 3}, "the model's weights: rank 2 has 3"),
+    ):
+        monkeypatch.setattr(checks, "all_gather_json", lambda mine, more=changed: [mine, mine, mine | more])
+        with pytest.raises(UserError) as refused:
+            refuse()
+        assert told in str(refused.value)

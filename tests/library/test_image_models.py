@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from transformers import (
     AutoModelForImageTextToText,
     IdeficsConfig,
     LlavaConfig,
-    PreTrainedModel,
     Qwen3_5Config,
     ShieldGemma2Config,
     ShieldGemma2ForImageClassification,
@@ -62,26 +62,13 @@ MODELS = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[Batch]]]:
     """Return a function that returns the directory of a small model and batches for it."""
-    made: dict[str, tuple[Path, list[Batch]]] = {}
 
+    @cache
     def of(name: str) -> tuple[Path, list[Batch]]:
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name) / "model"
-            made[name] = folder, image_model(folder, name, batches=STEPS * ACCUMULATE)
-        return made[name]
+        folder = tmp_path_factory.mktemp(name) / "model"
+        return folder, image_model(folder, name, batches=STEPS * ACCUMULATE)
 
     return of
-
-
-def in_memory(
-    folder: Path, data: Sequence[Batch], freeze: Sequence[str] = ()
-) -> tuple[list[Any], PreTrainedModel, Callable[[Any, int], torch.Tensor]]:
-    """Train in plain torch; return the steps, the model, and the function that returns a micro-batch's loss."""
-    model = opened(folder).train()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not any(re.search(pattern, name) for pattern in freeze))
-    loss_of = lambda model, number: model(**data[number]).loss  # noqa: E731
-    return by_torch(model, loss_of, steps=STEPS), model, loss_of
 
 
 def by_session(session: ot.Session, loss_of: Callable[[Any, int], torch.Tensor]) -> list[Any]:
@@ -118,12 +105,23 @@ PROCESSOR = {
 def test_a_loop_with_images_has_the_bits_of_torch(
     name: str, tower: str, home: str, models: Callable[[str], Any], drive: Path, tmp_path: Path
 ) -> None:
-    """An export, and that of a save, load with the logits, the class, and the processor's files."""
+    """An export, and that of a save, load with the logits, the class, and the processor's files.
+
+    A module in memory is trained and exported too.
+    """
     folder, data = models(name)
     for file, text in PROCESSOR.items():
         (folder / file).write_text(text)
     freeze = [MODELS[name]] if tower == "frozen" else []
-    expected, model, loss_of = in_memory(folder, data, freeze)
+    model = opened(folder).train()
+    for weight, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(re.search(pattern, weight) for pattern in freeze))
+
+    def loss_of(model: Any, number: int) -> torch.Tensor:
+        loss: torch.Tensor = model(**data[number]).loss
+        return loss
+
+    expected = by_torch(model, loss_of, steps=STEPS)
     with ot.load(folder, freeze=freeze, **session_keys(data, drive, **HOMES[home])) as session:
         assert by_session(session, loss_of) == expected
         parameters, before = dict(model.named_parameters()), dict(opened(folder).named_parameters())
@@ -146,17 +144,12 @@ def test_a_loop_with_images_has_the_bits_of_torch(
         names = {key.partition(".")[0]: key for key in weights(tmp_path / "out")}
         assert names["vision_tower"].startswith("vision_tower.vision_model.")
         assert names["language_model"].startswith(("language_model.model.", "language_model.lm_head."))
-
-
-@pytest.mark.slow
-def test_a_module_in_memory(models: Callable[[str], Any], drive: Path, tmp_path: Path) -> None:
-    """`ot.offload` trains the module that transformers has loaded, and exports it in the layout of the hub."""
-    folder, data = models("Llava")
-    expected, model, loss_of = in_memory(folder, data)
-    with ot.offload(opened(folder), nvme=drive, say=lambda _: None, kernel="torch", **HOMES["on the drive"]) as session:
-        assert by_session(session, loss_of) == expected
-        session.export(tmp_path / "out", dtype="fp32")
-    assert_same(dict(opened(tmp_path / "out").named_parameters()), dict(model.named_parameters()))
+    if name == "Llava" and not freeze:
+        keys: dict[str, Any] = {"nvme": drive, "say": lambda _: None, "kernel": "torch", **HOMES[home]}
+        with ot.offload(opened(folder), **keys) as session:
+            assert by_session(session, loss_of) == expected
+            session.export(tmp_path / "of a module", dtype="fp32")
+        assert_same(dict(opened(tmp_path / "of a module").named_parameters()), parameters)
 
 
 @pytest.mark.slow

@@ -74,24 +74,6 @@ def test_clipped_several_times_by_any_norm(way: str, home: str, drive: Path) -> 
             usual.zero_grad()
 
 
-def test_a_second_clip_includes_parameters_outside_the_model(drive: Path) -> None:
-    model, reference = models()
-    heads = [nn.Parameter(torch.ones(16)) for _ in range(2)]
-    usual = torch.optim.AdamW([*reference.parameters(), heads[1]], fused=True)
-    with ot.offload(model, nvme=drive, **QUIET, **HOMES["on the drive"]) as session:
-        optimizer = session.adamw([*model.parameters(), heads[0]])
-        for one, head in ((model, heads[0]), (reference, heads[1])):
-            backward(one, batches(1)[0])
-            head.square().sum().backward()
-        for limit, order in ((0.5, 2.0), (0.1, 1.0), (0.01, 2.0)):
-            expected = nn.utils.clip_grad_norm_([*reference.parameters(), heads[1]], limit, order)
-            assert session.clip_grad_norm_(limit, order) == expected
-        optimizer.step()
-        usual.step()
-        assert_trained_alike(session, reference)
-    assert torch.equal(*heads)
-
-
 def test_a_norm_that_is_not_finite(drive: Path) -> None:
     with both(drive) as (model, session, optimizer, *_):
         backward(model, batches(1)[0])

@@ -327,7 +327,7 @@ def test_checkpointed_parts_of_several_blocks(drive: Path, monkeypatch: pytest.M
 def test_changes_that_would_be_lost_are_refused(drive: Path) -> None:
     model = Tower()
     with ot.offload(model, nvme=drive, **HOMES["in RAM"]) as session:
-        optimizer = session.adamw()
+        session.adamw()
         weight = model.floors[0][1].weight
         for refused, words in (
             (lambda: weight.mul_(2), "the next step would undo it"),
@@ -342,18 +342,9 @@ def test_changes_that_would_be_lost_are_refused(drive: Path) -> None:
             with pytest.raises(ot.UserError, match=words):
                 refused()
         assert model.to("cpu", torch.float32) is model
-        loss_of(model, batches(1)[0]).backward()
-        session.clip_grad_norm_(1e-3)
-        loss_of(model, batches(1)[0]).backward()
-        with pytest.raises(ot.UserError, match="after clip_grad_norm_"):
-            optimizer.step()
-        with pytest.raises(ot.UserError, match="after clip_grad_norm_"):
-            session.clip_grad_norm_(1.0)
-        optimizer.zero_grad()
-    with pytest.raises(ot.UserError, match="closed"):
-        weight.sum()
-    with pytest.raises(ot.UserError, match="closed"):
-        model(torch.zeros(1, 2, dtype=torch.int64))
+    for refused in (weight.sum, lambda: model(torch.zeros(1, 2, dtype=torch.int64))):
+        with pytest.raises(ot.UserError, match="closed"):
+            refused()
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------

@@ -59,10 +59,7 @@ def test_logs_and_weights_are_the_stock_trainers(
 
 @pytest.mark.slow
 def test_muon(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """A model loaded with rule="muon" has a Trainer's bits with torch's Muon for the matrices of blocks.
-
-    The gradient norm is logged without clipping too.
-    """
+    """With rule="muon" it has a Trainer's bits with torch's Muon; the gradient norm is logged without clipping too."""
     use_fp32_products(torch.bfloat16)  # Newton-Schulz multiplies bf16 matrices in an fp32 run, too
     words = {"max_steps": 8, "save_strategy": "no", "max_grad_norm": 0.0}
     expected = stock(folder, tmp_path / "stock", **words)
@@ -132,10 +129,7 @@ class _Beginning(TrainerCallback):
 def test_the_best_model_is_loaded_at_the_end(
     folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The best checkpoint is loaded at the end; the metric is reversed, so that it is not the last one.
-
-    Each checkpoint is on the disk before older ones are removed.
-    """
+    """Not the last one, as the metric is reversed. A checkpoint is on the disk before older ones are removed."""
     order: list[str] = []
     sync, rotate = hf.sync_tree, hf.rotate_checkpoints
     monkeypatch.setattr(hf, "sync_tree", lambda folder: (order.append(folder.name), sync(folder)))
@@ -187,9 +181,7 @@ class WithRates(Offloaded, Foreign):
 
 @pytest.mark.slow
 def test_a_trainer_that_makes_its_optimizer(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """A Trainer that modifies the session's optimizer creates it once; another optimizer is refused before training,
-    also one behind the mixin.
-    """
+    """One that modifies the session's optimizer makes it once; another is refused, also behind the mixin."""
     words = {"max_steps": 4, "eval_strategy": "no", "save_strategy": "no"}
     given = {"train_dataset": rows(48)}
     with loaded(folder, drive) as model:
@@ -303,10 +295,7 @@ def test_saving_a_model_that_is_not_transformers_is_refused(drive: Path, tmp_pat
 def test_pushes_hold_a_model_and_no_state(
     folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each save and the end push the stock Trainer's model, which transformers loads, and nothing of the session.
-
-    Pushes of checkpoints, which would hold the session's state, are refused without `save_only_model`.
-    """
+    """Saves and the end push the stock Trainer's model; checkpoints, with state, only by `save_only_model`."""
     pushes: list[tuple[str, Path]] = []  # path in the repository, and a copy of what was pushed
 
     def upload(*, folder_path: str, path_in_repo: str = "", ignore_patterns: Any = None, **_: Any) -> Future[None]:

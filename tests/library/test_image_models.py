@@ -105,10 +105,7 @@ PROCESSOR = {
 def test_a_loop_with_images_has_the_bits_of_torch(
     name: str, tower: str, home: str, models: Callable[[str], Any], drive: Path, tmp_path: Path
 ) -> None:
-    """An export, and that of a save, load with the logits, the class, and the processor's files.
-
-    A module in memory is trained and exported too.
-    """
+    """Exports of sessions and saves have logits, class and processor's files; a module in memory is trained too."""
     folder, data = models(name)
     for file, text in PROCESSOR.items():
         (folder / file).write_text(text)
@@ -154,10 +151,7 @@ def test_a_loop_with_images_has_the_bits_of_torch(
 
 @pytest.mark.slow
 def test_weights_of_a_classifier_around_an_image_text_model(drive: Path, tmp_path: Path) -> None:
-    """ShieldGemma 2's weights are read as its classifier reads them, and the classifier reads an export.
-
-    The rules that transformers has for the names of the classifier's weights do not fit the model that is trained.
-    """
+    """ShieldGemma 2's weights are read as its classifier reads them, and the classifier reads an export."""
     model = AutoModelForImageTextToText.from_config(tiny_config(ShieldGemma2Config), dtype=torch.float32)
     model.save_pretrained(tmp_path / "model")
     expected = dict(model.named_parameters())

@@ -1,6 +1,4 @@
-"""Tests that the code of the documentation runs unchanged on small models and a local drive: library.md, the README,
-integrations.md, the notebook, and the recipes that are scripts.
-"""
+"""Tests that code of docs, README, notebook and recipes runs unchanged on small models and a local drive."""
 
 import json
 import re

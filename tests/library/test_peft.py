@@ -121,9 +121,7 @@ def test_in_bf16_merged_weights_are_pefts_too(folder: Path, drive: Path, tmp_pat
 def test_resumed_in_another_placement_it_has_the_same_bits(
     base: str, keys: dict[str, Any], folder: Path, drive: Path, tmp_path: Path
 ) -> None:
-    """Offloaded norms and adapters share one optimizer and norm. The resumed session has another placement and newly
-    initialised adapters.
-    """
+    """Norms that are offloaded share one optimizer with the adapters, which are new when it resumes."""
     reference = with_norms(adapted(plain(folder, base)))
     expected = by_torch(reference)
     with opened(folder, drive, base, freeze=ALL_BUT_NORMS, **keys) as session:

@@ -456,9 +456,7 @@ def test_sums_of_16_bits_take_one_micro_batch(drive: Path) -> None:
 def test_offloaded_inputs_change_no_bit_and_are_in_the_plan(
     home: str, away: str, anew: bool, count: int, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Offloaded activations change no bit and match the plan, also if the Trainer turns checkpointing on again
-    (`anew`), and if only two blocks are checkpointed.
-    """
+    """Also if the Trainer turns checkpointing on again (`anew`), and if only two blocks are checkpointed."""
     kept = calls_of(monkeypatch.setattr, Activations, "pack_input", lambda _, tensor: tensor.nbytes)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     expected = by_torch(reference, steps=3)

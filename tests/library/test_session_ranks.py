@@ -85,10 +85,7 @@ def batch_of(step: int, number: int) -> dict[str, torch.Tensor]:
 
 
 def _loop(model: Any, output: Path) -> None:
-    """Train as docs/library.md does; save after three steps, train the rest, then resume and train the rest again.
-
-    Then try what ranks refuse.
-    """
+    """Train as docs/library.md does, save after three steps, resume once; then try what ranks refuse."""
     session, told_here = session_of(model), []
     optimizer = session.adamw(lr=1e-2, weight_decay=0.1)
 
@@ -129,11 +126,7 @@ def _loop(model: Any, output: Path) -> None:
 
 
 def be_a_rank(folder: Path, output: Path, drive: Path) -> None:
-    """Train with each of `KINDS`, stock and ours, and with a loop over a session.
-
-    Rank 0 writes the log of each kind to OUTPUT/WHO/KIND/told.json, and the trained model to OUTPUT/WHO/KIND/final. WHO
-    is stock or ours.
-    """
+    """Train with `KINDS`, stock and ours, and in a loop; rank 0 writes OUTPUT/WHO/KIND/told.json and final."""
     for who, (kind, (stock, make, home)) in product(("stock", "ours"), KINDS.items()):
         place = output / who / kind
         place.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,7 @@ from hf_trainers import told as log_of
 from peft import LoraConfig
 from safetensors.torch import load_file
 from sample_chats import chat_tokenizer, preferences, prompts
+from test_trl import words
 from transformers import AutoModelForCausalLM, Trainer
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.slow
 
 STEPS, ACCUMULATE, LIMIT = 6, 2, 0.5
 QUIET = {"max_steps": STEPS, "save_steps": 3, "use_cpu": True, "ddp_backend": "gloo"}
+GENERATES = {"num_generations": 2, "max_completion_length": 8, "beta": 0.0}
 
 
 def _trainer(model: Any, output: Path, base: type, **changes: Any) -> Any:
@@ -39,17 +41,11 @@ def _trainer(model: Any, output: Path, base: type, **changes: Any) -> Any:
     return base(model, arguments(output, **words), train_dataset=rows(48), eval_dataset=rows(8))
 
 
-def _words(output: Path, **changes: Any) -> dict[str, Any]:
-    """Return arguments of TRL's trainers without bf16, which is their default."""
-    words = {"output_dir": str(output), "bf16": False, "per_device_train_batch_size": 2, "logging_steps": 1}
-    return QUIET | words | {"report_to": "none", "disable_tqdm": True, "learning_rate": 1e-3} | changes
-
-
 def _adapters(model: Any, output: Path, base: type) -> Any:
     torch.manual_seed(int(os.environ["RANK"]))  # adapters of the other rank must be replaced by those of rank 0
     return base(
         model,
-        args=DPOConfig(**_words(output)),
+        args=DPOConfig(**words(output, gradient_accumulation_steps=1, **QUIET)),
         train_dataset=preferences(),
         processing_class=chat_tokenizer(),
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
@@ -57,10 +53,9 @@ def _adapters(model: Any, output: Path, base: type) -> Any:
 
 
 def _grpo(model: Any, output: Path, base: type) -> Any:
-    args = GRPOConfig(**_words(output, num_generations=2, max_completion_length=8, beta=0.0))
     return base(
         model,
-        args=args,
+        args=GRPOConfig(**words(output, gradient_accumulation_steps=1, **GENERATES, **QUIET)),
         reward_funcs=lambda completions, **_: [float(len(str(one)) % 7) for one in completions],
         train_dataset=prompts(),
         processing_class=chat_tokenizer(),

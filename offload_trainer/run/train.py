@@ -35,10 +35,9 @@ from offload_trainer.run.build import Setup, build_job, with_steps
 from offload_trainer.run.checkpoint import TrainState, read_state
 from offload_trainer.run.directory import Log, hold, run_directory, write_known
 from offload_trainer.run.export import write_final
-from offload_trainer.run.launcher import ECHO, has_launcher
 from offload_trainer.run.loop import Job
 from offload_trainer.run.planning import Planned, plan_run, shared_plan
-from offload_trainer.run.process_setup import ranks_of_environment
+from offload_trainer.run.process_setup import ECHO, has_launcher, ranks_of_environment
 from offload_trainer.run.signals import waiting
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import bytes_below

@@ -39,7 +39,7 @@ from plain_engine import PlainEngine
 
 from offload_trainer.cli import main
 from offload_trainer.optim import loss_scale
-from offload_trainer.run import build, launcher
+from offload_trainer.run import build, process_setup
 
 if "LOSS_SCALE" in os.environ:
     loss_scale.INITIAL_SCALE, loss_scale.WINDOW = map(int, os.environ["LOSS_SCALE"].split(","))
@@ -185,7 +185,7 @@ def arm(actions: str, moment: str, number: int) -> None:
 if __name__ == "__main__":
     faults, attempt = sys.argv[1].split(","), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if "--gpus" in sys.argv and "RANK" not in os.environ:
-        launcher.COMMAND = [sys.executable, __file__, sys.argv[1], "train"]
+        process_setup.COMMAND = [sys.executable, __file__, sys.argv[1], "train"]
     for fault in faults[attempt : attempt + 1] and faults[attempt].split(";"):
         what, _, when = fault.partition("@")
         moment, _, number = when.partition("=")

@@ -17,7 +17,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.plan.deepspeed import zero_sizes
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.tiers import Placement
-from offload_trainer.run import launcher
+from offload_trainer.run import process_setup
 from offload_trainer.run.process_setup import prepare_process
 from offload_trainer.run.train import train_run
 from offload_trainer.settings import all_keys, load_config
@@ -100,10 +100,10 @@ def test_keys_reach_deepspeed(name: str) -> None:
 
 def test_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(launcher, "run_ranks", lambda words, count: 10 * count)
-    launcher.start_ranks([], count=1, engine="tiered")
+    monkeypatch.setattr(process_setup, "run_ranks", lambda words, count: 10 * count)
+    process_setup.start_ranks([], count=1, engine="tiered")
     with pytest.raises(SystemExit) as ended:
-        launcher.start_ranks([], count=load_config(["--gpus", "2"]).placement.gpus, engine="tiered")
+        process_setup.start_ranks([], count=load_config(["--gpus", "2"]).placement.gpus, engine="tiered")
     assert ended.value.code == 20
 
 

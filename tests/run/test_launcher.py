@@ -17,10 +17,11 @@ from forked_ranks import call_ranks
 
 from offload_trainer import ranks
 from offload_trainer.errors import LOST, UserError
-from offload_trainer.run import checks, launcher
+from offload_trainer.run import checks
+from offload_trainer.run import process_setup as launcher
 from offload_trainer.run.checkpoint import read_manifest
 from offload_trainer.run.checks import refuse_other_data, refuse_other_programs
-from offload_trainer.run.launcher import first_failure
+from offload_trainer.run.process_setup import first_failure
 from offload_trainer.run.train import _join
 from offload_trainer.settings import load_config
 from offload_trainer.storage.manifest import MANIFEST

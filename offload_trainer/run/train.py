@@ -235,25 +235,21 @@ def _train_to_end(setup: Setup, job: Job, *, begins: TrainState | None, checkpoi
                 log.say(f"took, times the plan's seconds: {', '.join(ratios)}")
         if asked.stop:
             ranks.wait_for_all()  # a rank that ended while others still write would end them too
-            farewell = _farewell(state.step, steps, saved=saved, output=output)
             resume.drop(setup)
-            raise (Interrupted if log.loud else PeerFailed)(farewell, code=128 + asked.stop)
+            told, place = f"stopped after step {state.step}", output / "export"
+            if state.step == steps:
+                told += ", the last; the run is complete and saved"
+            elif saved:
+                told += ", everything saved; the same command resumes from there"
+            else:
+                told += f"; the weights are in {place}, but no checkpoint could be made, so the moments are lost: to "
+                told += f"continue from the weights use --model {place} and another --output"
+            raise (Interrupted if log.loud else PeerFailed)(told, code=128 + asked.stop)
         export = ""
         if complete_checkpoints(output / "checkpoints"):
             words = f"offload-train export {quote(str(output))} {quote(f'{output}-hf')} --dtype bf16"
             export = f"; export the model with: {words}"
         log.say(f"done: {steps} steps; {output}{export}")
-
-
-def _farewell(step: int, steps: int, *, saved: bool, output: Path) -> str:
-    if step == steps:
-        return f"stopped after step {step}, the last; the run is complete and saved"
-    if saved:
-        return f"stopped after step {step}, everything saved; the same command resumes from there"
-    return (
-        f"stopped after step {step}; the weights are in {output / 'export'}, but no checkpoint could be made, so the "
-        f"moments are lost: to continue from the weights use --model {output / 'export'} and another --output"
-    )
 
 
 def _run_page(setup: Setup, left: float | None, *, swaps: list[Path]) -> str:

@@ -104,7 +104,7 @@ def train(
             # The run is already complete, but only the page files hold its state: write the checkpoint now.
             _save_if_due(job, state, stopping=True, wished=False, ended=False)
         while state.step < job.train.steps:
-            begins = state
+            before = state
             try:
                 last = state.step + 1 == job.train.steps
                 validates = last or (every > 0 and (state.step + 1) % every == 0)
@@ -116,7 +116,7 @@ def train(
             except Exception as error:
                 if not fills_gpu(error):
                     raise
-                if state is not begins:
+                if state is not before:
                     job.say(f"note: the validation after step {state.step} was not made")
                 _keep(job, state)
                 raise GpuFull(error) from error

@@ -75,15 +75,18 @@ def _raise_until_caught(number: int, _frame: object = None, *, unsaved: str = ""
             signal.signal(stopping, signal.SIG_IGN if stopping == signal.SIGHUP else signal.SIG_DFL)
 
     def again(_number: int, _frame: object) -> None:
-        under_way = sys.exception()
-        while under_way is not None and not isinstance(under_way, Stopped):
-            under_way = under_way.__context__
-        if under_way is None:
+        if _stop_behind(sys.exception()) is None:
             raise Stopped(number, unsaved=unsaved)
 
     signal.signal(signal.SIGALRM, again)
     signal.setitimer(signal.ITIMER_REAL, _AGAIN, _AGAIN)
     raise Stopped(number, unsaved=unsaved)
+
+
+def _stop_behind(error: BaseException | None) -> Stopped | None:
+    while error is not None and not isinstance(error, Stopped):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 @contextmanager
@@ -110,10 +113,7 @@ def _handled(handlers: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
         before.clear()  # keep the default actions, so that the next signal kills the process while it cleans up
         raise
     except Exception as error:
-        stopped: BaseException | None = error
-        while stopped is not None and not isinstance(stopped, Stopped):
-            stopped = stopped.__cause__ or stopped.__context__
-        if stopped is None:
+        if (stopped := _stop_behind(error)) is None:
             raise
         before.clear()
         raise stopped from None

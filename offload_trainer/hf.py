@@ -200,11 +200,7 @@ class Offloaded(_Trainer):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **words: Any) -> Any:
-        """Train as the Trainer does, resuming from complete checkpoints only.
-
-        True selects the newest complete checkpoint. Raises UserError for a named checkpoint that is incomplete, and if
-        the Trainer itself would have to write the model's weights.
-        """
+        """Train as the Trainer does; True resumes from the newest complete checkpoint, and others are refused."""
         state, saves = bool(self._session.trained), self.args.save_strategy != "no"
         if state and saves and not isinstance(self._session.model, PreTrainedModel):
             raise UserError(

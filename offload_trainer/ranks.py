@@ -438,10 +438,7 @@ def all_gather_parts(values: torch.Tensor, number: int, *, group: Any) -> None:
 
 
 def all_to_all(parts: torch.Tensor, *, group: Any) -> torch.Tensor:
-    """Send `parts[i]` to rank i of the group; return a tensor of the same shape whose part i came from rank i.
-
-    `parts` must be contiguous. On a GPU the operation is queued on the current stream.
-    """
+    """Send `parts[i]` (contiguous) to rank i; return what came from each rank i at i. A GPU queues it on its stream."""
     received = torch.empty_like(parts)
     if isinstance(group, Group):
         received[group.number] = parts[group.number]

@@ -88,11 +88,7 @@ class Job:
 def train(
     job: Job, asked: StopRequest, *, begins: TrainState | None = None, checkpoint: Path | None = None
 ) -> TrainState:
-    """Train until the last step or a stop signal; return the final state, saved to a checkpoint if possible.
-
-    `begins`: the state to start from, which the engine holds, unless it is in the verified `checkpoint`. Raises
-    TrainerError for a non-finite gradient if `optim.on_nonfinite_grad` is `stop`; no weight is changed by that step.
-    """
+    """Train until the last step or a stop signal; return the final state. `checkpoint` or the engine has the first."""
     state, every = begins or TrainState(step=0, tokens=0, data_position=0), job.train.eval_every
     if checkpoint is not None:
         job.engine.load(checkpoint)

@@ -213,10 +213,7 @@ def wait_for(living: dict[int, subprocess.Popen[bytes]], waited: set[signal.Sign
 
 
 def first_failure(failed: dict[int, int]) -> tuple[int, int]:
-    """Return (rank, exit code) of the rank whose failure caused the others, in the order of `wait_for`.
-
-    The launcher ends the remaining ranks with SIGTERM, so SIGTERM and `LOST` count only if there is nothing else.
-    """
+    """Return (rank, exit code) of the rank whose failure has ended the others by SIGTERM or with `LOST`."""
     own = [rank for rank, code in failed.items() if code not in (LOST, -signal.SIGTERM, 128 + signal.SIGTERM)]
     rank = next(iter(own or failed))
     return rank, failed[rank]

@@ -353,10 +353,7 @@ def _session(planned: Planned, made: Callable[[EngineParts, Path], _Made], *, sa
 
 
 def shape_of(module: nn.Module, *, blocks: Sequence[str] | None) -> ModelShape:
-    """Return the shape of a module; what is no weight comes from its transformers configuration, or is estimated.
-
-    `blocks`: names of modules, or of ModuleLists whose children are the blocks; None: `repeated_blocks`.
-    """
+    """Return a module's shape, in part estimated. `blocks`: names of blocks or of ModuleLists; None: repeated ones."""
     names = repeated_blocks(module) if blocks is None else []
     parts = dict(module.named_modules())
     for name in blocks or ():

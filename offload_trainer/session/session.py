@@ -352,10 +352,7 @@ class Session:
         return self._offloaded.masters()
 
     def _state_dict(self, *_: Any, destination: Any = None, **words: Any) -> dict[str, Any]:
-        """Return lazily read weights to the state_dict() of an outer module, such as PEFT's, which filters them.
-
-        Called directly, it returns copies on the CPU. Raises UserError if they take more than half of the free memory.
-        """
+        """Return lazily read weights to an outer module's state_dict(), such as PEFT's, else copies, if they fit."""
         if destination is not None:
             return listed(self.model, self.weight, destination=destination, **words)
         size, free = sum(p.nbytes for p in self._model_parameters), psutil.virtual_memory().available
@@ -427,11 +424,7 @@ def listed(
     prefix: str = "",
     keep_vars: bool = False,
 ) -> dict[str, Any]:
-    """Return a state_dict as `nn.Module.state_dict` does, with a LazyWeight for each offloaded weight.
-
-    `read` returns a weight's values by name and is called for every operation on it. The values of embeddings, the
-    output head and vectors can also be written by safetensors, because PEFT may save them together with adapters.
-    """
+    """Return a state_dict of LazyWeights, which `read` by name; safetensors can write those that PEFT saves."""
     found = {} if destination is None else destination
     head = getattr(model, "get_output_embeddings", lambda: None)()
     modules = [module for module in (*model.modules(), head) if isinstance(module, nn.Embedding) or module is head]

@@ -1,14 +1,21 @@
-"""Tests of runs on several nodes, here processes numbered as torchrun does, and of torchrun's restarts."""
+"""Tests of runs on several nodes, here processes numbered as torchrun does, and of torchrun's restarts.
+
+They have the bits of one rank, also after a kill and a resume.
+"""
 
 import os
 import random
 import shutil
 import socket
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
-from commands import COMMAND, FAULTY, KILL, TINY, Run, assert_same_run, call, start
+from commands import COMMAND, FAULTY, KILL, TINY, Run, assert_same_run, call, environment, start
 
 from offload_trainer import ranks
 from offload_trainer.errors import LOST, TrainerError, UserError
@@ -21,6 +28,31 @@ NODES = 2
 DROPOUT = [f"model.overrides.{name}=0.1" for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
 WORDS = [*TINY, *DROPOUT, "--scratch", "--dtype", "bf16", "--engine", "tiered", "--save-every", "2", "--steps", "6"]
 HALF = ["--optimizer", "nvme", "--ram-fraction", "0.5", "--params", "cpu"]
+# A program of Python that runs another one in the network namespace that its first word names.
+INSIDE = "import os, sys; os.execvp('ip', ['ip', 'netns', 'exec', sys.argv[1], sys.executable, *sys.argv[2:]])"
+
+
+@pytest.fixture
+def spaces() -> Iterator[list[str]]:
+    """Yield a network namespace for each node, 10.78.0.1 and 10.78.0.2, with a link between them; none without root."""
+    names = [f"offload-{os.getpid()}-{number}" for number in range(NODES)]
+    with ExitStack() as stack:
+        if os.geteuid() != 0 or not shutil.which("ip"):
+            names = []
+        for name in names:
+            ip(f"netns add {name}")
+            stack.callback(ip, f"netns del {name}")
+        for number, name in enumerate(names):
+            if number == 0:
+                ip(f"link add link0 netns {name} type veth peer name link1 netns {names[1]}")
+            ip(f"-n {name} addr add 10.78.0.{number + 1}/24 dev link{number}")
+            ip(f"-n {name} link set link{number} up")
+            ip(f"-n {name} link set lo up")
+        yield names
+
+
+def ip(words: str) -> None:
+    subprocess.run(["ip", *words.split()], check=True)
 
 
 def held_port() -> tuple[socket.socket, str]:
@@ -31,8 +63,14 @@ def held_port() -> tuple[socket.socket, str]:
     return bound, str(bound.getsockname()[1])
 
 
-def run_nodes(*words: object, each: int, folder: Path, script: Sequence[object] = (COMMAND,)) -> tuple[list[int], str]:
-    """Run two nodes of `each` ranks with a drive each; return all exit codes and the output."""
+def run_nodes(
+    *words: object,
+    each: int,
+    folder: Path,
+    script: Sequence[object] = (COMMAND,),
+    spaces: Sequence[str] = (),
+) -> tuple[list[int], str]:
+    """Run two nodes of `each` ranks with a drive each, in these networks; return all exit codes and the output."""
     folder.mkdir()
     bound, port = held_port()
     told, running = [], []
@@ -41,9 +79,10 @@ def run_nodes(*words: object, each: int, folder: Path, script: Sequence[object] 
         drive.mkdir(exist_ok=True)
         place = {"RANK": rank, "LOCAL_RANK": rank % each, "WORLD_SIZE": NODES * each, "LOCAL_WORLD_SIZE": each}
         env = {name: str(value) for name, value in place.items()}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env |= {"MASTER_ADDR": "10.78.0.1" if spaces else "127.0.0.1", "MASTER_PORT": port}
         told.append(folder / f"told-{rank}")
-        running.append(start(*script, *words, "--nvme", drive, stdout=told[-1], stderr=told[-1], **env))
+        argv = [*(("-c", INSIDE, spaces[rank // each]) if spaces else ()), *script, *words, "--nvme", drive]
+        running.append(start(*argv, stdout=told[-1], stderr=told[-1], own=bool(spaces), **env))
     with bound:
         codes = [rank.wait(300) for rank in running]
     return codes, "\n".join(path.read_text(errors="replace")[-3000:] for path in told)
@@ -53,14 +92,14 @@ def by(ranks: int) -> list[str]:
     return ["--accumulate", str(4 // ranks)]
 
 
-def assert_resumed(words: Sequence[object], output: Path, *, alone: Run, folder: Path) -> None:
+def assert_resumed(words: Sequence[object], output: Path, *, alone: Run, **where: Any) -> None:
     """Check that two nodes of one rank resume to the end of the run that one rank made."""
-    codes, text = run_nodes(*words, *by(2), "tiered.state_copies=2", "--output", output, each=1, folder=folder)
+    codes, text = run_nodes(*words, *by(2), "tiered.state_copies=2", "--output", output, each=1, **where)
     assert codes == [0, 0], text
     assert "no page files to resume from: this run has 2 nodes" in text
     assert "resumed from" in text
     assert_same_run(Run(0, text, output), alone)
-    assert not list(folder.glob("drive-*/offload-trainer/run-*"))
+    assert not list(where["folder"].glob("drive-*/offload-trainer/run-*"))
 
 
 def cut(run: Path, to: Path) -> Path:
@@ -72,8 +111,10 @@ def cut(run: Path, to: Path) -> Path:
 
 
 @pytest.mark.parametrize("ways", [by(4), [*by(2), "parallel.pipeline=2"]])
-def test_killed_and_resumed_with_the_bits_of_one_rank(ways: Sequence[object], tmp_path: Path, drive: Path) -> None:
-    """On two nodes or by one rank, and the other way round."""
+def test_killed_and_resumed_with_the_bits_of_one_rank(
+    ways: Sequence[object], spaces: list[str], tmp_path: Path, drive: Path
+) -> None:
+    """On two nodes, the last with networks of their own, or one rank, and the other way round."""
     words, one = [*WORDS, *HALF], [*by(1), "--nvme", drive]
     alone = call(*words, *one, output=tmp_path / "alone")
     output = tmp_path / "killed"
@@ -85,7 +126,7 @@ def test_killed_and_resumed_with_the_bits_of_one_rank(ways: Sequence[object], tm
     assert_same_run(by_one, alone)
     assert_resumed(words, output, folder=tmp_path / "again", alone=alone)
     back = cut(alone.output, tmp_path / "back")
-    assert_resumed(words, back, folder=tmp_path / "other", alone=alone)
+    assert_resumed(words, back, folder=tmp_path / "other", alone=alone, spaces=spaces)
 
 
 def test_a_node_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +138,37 @@ def test_a_node_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ranks, "_JOINING", 0.5)
         with pytest.raises(TrainerError, match=f"after 0.5 s not all ranks .* reach 127.0.0.1:{port} .* 1/2"):
             ranks.join()
+
+
+WATCHES = """
+import time
+from offload_trainer import ranks
+ranks.UNANSWERED = 3
+ranks.join()
+ranks.end_if_rank_vanishes(say=lambda line: print(line, flush=True))
+print("connected", flush=True)
+time.sleep(300)
+"""
+
+
+def test_a_node_that_vanishes_ends_the_others(spaces: list[str]) -> None:
+    """The link between the networks is cut, which closes no connection."""
+    if not spaces:
+        pytest.skip("makes networks, which root alone can")
+    nodes = []
+    with ExitStack() as stack:
+        for number, space in enumerate(spaces):
+            place = {"RANK": f"{number}", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+            place |= {"MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "7000"}
+            program = [sys.executable, "-c", INSIDE, space, "-c", WATCHES]
+            nodes.append(subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=environment(**place)))
+            stack.enter_context(nodes[-1])
+            stack.callback(nodes[-1].kill)
+        assert [node.stdout.readline() for node in nodes] == ["connected\n"] * 2
+        ip(f"-n {spaces[1]} link set link1 down")
+        for node, lost in zip(nodes, (1, 0), strict=True):
+            line = f"no answer from rank {lost} for 3 s, and the run ends. The same command resumes\n"
+            assert (node.stdout.readline(), node.wait(60)) == (line, 1)
 
 
 def test_a_run_directory_that_others_do_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +209,10 @@ def torchrun(
 
 
 def test_killed_ranks_are_restarted(alone: Run, seed: int, tmp_path: Path) -> None:
-    """Before a random step, before a random write of an update, and in a save. torchrun's store keeps addresses."""
+    """A rank is killed three times: before a random step, before a random write of an update, and in a save.
+
+    The ranks join although the addresses of those before them are still in torchrun's store.
+    """
     dice, output = random.Random(seed), tmp_path / "out"
     faults = f"{dice.randrange(2)}:kill@step={dice.randrange(2, 9)}"
     faults += f",{dice.randrange(2)}:kill@page={dice.randrange(1, 10)},0:kill@manifest"

@@ -1,7 +1,7 @@
 """Exceptions that are no bugs, the exit code of each, and which errors of others the user sees without a traceback.
 
     TrainerError   the run stops: 1             UserError, a subclass   the user's mistake, nothing written: 2
-    GpuFull        the GPU has too little free memory; later plans leave more of it free
+    GpuFull        caught by run/train.py, which goes on with a smaller plan if there is one rank
     NonFiniteGradient   raised to the caller of a session, who may go on
     PeerFailed, Interrupted, Stopped            another rank, a signal
 
@@ -41,12 +41,12 @@ class NonFiniteGradient(TrainerError):
 
 
 class GpuFull(TrainerError):
-    """The GPU has too little free memory. Later plans for it leave more of it free (`run/train.py`)."""
+    """The GPU has too little free memory. With one rank the run goes on with a plan that leaves more of it free."""
 
-    def __init__(self, error: BaseException) -> None:
-        """Take torch's error."""
+    def __init__(self, error: BaseException, *, unvalidated: int = 0) -> None:
+        """Take torch's error, and the step after which a validation ran out of memory (0: it was something else)."""
         text = " ".join(str(error).split())
-        self.missing = 0  # bytes; 0: not known
+        self.unvalidated, self.missing = unvalidated, 0  # bytes; 0: not known
         if sizes := re.search(r"Tried to allocate ([\d.]+) (\w+)\..*?of which ([\d.]+) (\w+) is free", text):
             asked, free = (int(float(sizes[n]) * _UNITS[sizes[n + 1]]) for n in (1, 3))
             self.missing = max(0, asked - free)
@@ -59,7 +59,7 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 def fills_gpu(error: BaseException | None) -> bool:
     """Return whether this error of torch, or one that caused it, says that a GPU has too little free memory."""
-    while error is not None and not isinstance(error, PeerFailed):
+    while error is not None and not isinstance(error, PeerFailed | Interrupted):
         if isinstance(error, GpuFull) or _FULL.search(str(error)):
             return True
         error = error.__cause__

@@ -82,6 +82,7 @@ class Job:
     peak_flops: float | None  # FLOP/s of matrix products measured on this machine, all ranks; None: not measured
     swaps: list[Path]  # the run's private directories on drives
     commit: Callable[[TrainState], None] | None = None  # records that the page files hold this state; last in a step
+    unvalidated: int = 0  # complete step whose validation is due, since the GPU was full; 0: none
     counted: IoCount | None = None  # drive counters after the last step, if its update was still running then
 
 
@@ -100,22 +101,21 @@ def train(
             # The run is already complete, but only the page files hold its state: write the checkpoint now.
             _save_if_due(job, state, stopping=True, wished=False, ended=False)
         while state.step < job.train.steps:
-            before = state
             try:
+                if state.step and state.step == job.unvalidated:
+                    _evaluate(job, state.step)
                 last = state.step + 1 == job.train.steps
                 validates = last or (every > 0 and (state.step + 1) % every == 0)
                 job.to_save.begin(*(["step", "validation", "save"] if validates else ["step", "save"]))
-                state = _step(job, state, batches)
+                state, job.unvalidated = _step(job, state, batches), 0
                 if validates:
                     job.to_save.begin("validation", "save")
                     _evaluate(job, state.step)
             except Exception as error:
                 if not fills_gpu(error):
                     raise
-                if state is not before:
-                    job.say(f"note: the validation after step {state.step} was not made")
                 _keep(job, state)
-                raise GpuFull(error) from error
+                raise GpuFull(error, unvalidated=job.unvalidated) from error
             job.to_save.begin("save")
             stop, wished, ended = _agree(job, asked)
             _save_if_due(job, state, stopping=bool(stop), wished=wished, ended=ended)
@@ -310,10 +310,12 @@ def _refuse_nonfinite(job: Job, result: StepResult, *, step: int) -> None:
 def _evaluate(job: Job, step: int) -> None:
     if job.validation_rows is None:
         return
+    job.unvalidated = step
     total, targets, size = 0.0, [], job.train.micro_batch_size
     for batch in job.validation_rows.validation_batches(micro_batch=size, limit=job.train.eval_rows):
         total += job.engine.eval_loss(batch) * batch.counted
         targets.append(batch.targets[batch.targets != IGNORED])
+    job.unvalidated = 0
     predicted = torch.cat(targets) if targets else torch.empty(0)
     if not predicted.numel() or not job.telemetry:
         return

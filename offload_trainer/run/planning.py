@@ -31,9 +31,11 @@ from offload_trainer.plan.planner import (
     with_fewer_buffers,
 )
 from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.tiers import GPU_NAME
 from offload_trainer.run.process_setup import ranks_of_environment
 from offload_trainer.safe_files import read_back
 from offload_trainer.settings import with_words
+from offload_trainer.units import format_bytes
 
 _MOST_MOVES, _MOST_FITTING = 3, 2  # changes of a plan that does not fit: at a time, and sets of them that are named
 
@@ -75,15 +77,18 @@ def plan_run(
     nodes: int = 1,
     longest: bool = False,
     again: Planned | None = None,
+    like: TrainConfig | None = None,
 ) -> Planned:
     """Plan a run on this machine, or on `nodes` machines like it.
 
     `longest`: also find the longest row (in tokens) that fits. `again`: an earlier plan of `config`, whose machine,
-    perhaps with new rates, and model are used.
+    perhaps with new rates, and model are used. `like`: the settings of a run that this one goes on from without a
+    checkpoint.
     """
     from offload_trainer.run.resume import earlier_run
 
     before, from_pages = earlier_run(config.save)
+    before = before or (like.model_dump(mode="json") if like else {})
     if config.data.template_date == "auto":
         try:
             day = date.fromisoformat(before["data"]["template_date"])
@@ -104,6 +109,22 @@ def plan_run(
     if not found.plan.fits:
         found = with_what_fits(found, config, here=True, resumes=bool(before))
     return with_longest_row(found, config) if longest else found
+
+
+def plan_with_room(config: TrainConfig, before: Planned, *, more: int) -> tuple[Planned, list[str]]:
+    """Plan a run again that filled the GPU; return the plan and, in words, each item on the GPU that is now smaller.
+
+    What its plan left free was not enough either, so the new plan needs `more` bytes less than that one.
+    """
+    room = before.plan.tiers[GPU_NAME]
+    spare = max(0, room["have"] - room["need"])
+    machine = replace(before.machine, kept_free=before.machine.kept_free + spare + more)
+    found = plan_run(config, again=replace(before, machine=machine), like=before.config)
+    had, has = (
+        {item.name: item.bytes for item in plan.items if item.tier == GPU_NAME} for plan in (before.plan, found.plan)
+    )
+    smaller = {name: (size, has.get(name, 0)) for name, size in had.items() if has.get(name, 0) < size}
+    return found, [f"{name} {format_bytes(old)} -> {format_bytes(new)}" for name, (old, new) in smaller.items()]
 
 
 def shared_plan(own: Planned) -> Planned:

@@ -3,6 +3,7 @@
 Edit this module to change the order of these steps. Nothing is written before the plan has passed all checks.
 """
 
+import gc
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -29,25 +30,24 @@ from offload_trainer.errors import (
     fills_gpu,
 )
 from offload_trainer.machine.rate_cache import keep_free
-from offload_trainer.plan.tiers import GPU_NAME
 from offload_trainer.run import checks, loop, machine_rates, resume
 from offload_trainer.run.build import Setup, build_job, with_steps
 from offload_trainer.run.checkpoint import TrainState, read_state
 from offload_trainer.run.directory import Log, hold, run_directory, write_known
 from offload_trainer.run.export import write_final
 from offload_trainer.run.loop import Job
-from offload_trainer.run.planning import Planned, plan_run, shared_plan
+from offload_trainer.run.planning import Planned, plan_run, plan_with_room, shared_plan
 from offload_trainer.run.process_setup import ECHO, has_launcher, ranks_of_environment
 from offload_trainer.run.signals import waiting
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import bytes_below
-from offload_trainer.storage.retention import complete_checkpoints
+from offload_trainer.storage.retention import complete_checkpoints, step_of
 from offload_trainer.telemetry.metrics import StepRecord, median_phases, read_evaluations, read_metrics, steady
 from offload_trainer.telemetry.report import predicted_row, report_page
 from offload_trainer.units import format_bytes, format_seconds
 
 _MOST_ROWS = 800  # steps of which a page is made
-_MORE_FREE = 0.02  # least share of a GPU that counts as lacking once it was full; at most a tenth does
+_MORE_FREE = 0.02  # least share of a GPU that stays free in addition after it was full; at most a tenth does
 _TELLING = 3  # least number of steps after the warm-up steps for usable timings
 
 
@@ -78,20 +78,63 @@ def train_run(config: TrainConfig, *, instead: Callable[[Job], None] | None = No
         if finished and instead is None:
             resume.clear(setup)
             return
-        _run_once(setup, checkpoint, lock=lock, nodes=nodes, instead=instead)
+        attempt = partial(_run_once, lock=lock, nodes=nodes, instead=instead)
+        began = read_state(checkpoint).step if checkpoint else 0
+        full = _full(partial(attempt, setup, checkpoint))
+        if full and instead is not None:
+            raise full
+        while full:
+            try:
+                setup, checkpoint = _with_room(config, setup, full, began=began)
+                full = _full(partial(attempt, setup, checkpoint, unvalidated=full.unvalidated))
+            except UserError as error:  # something has been written
+                raise TrainerError(f"{full}, and with less on it {error}") from error
 
 
-def _with_room(setup: Setup, full: GpuFull) -> TrainerError:
-    """Leave more of the GPU free in later plans, and what this plan left too; return the error that ends the run."""
-    machine, room = setup.machine, setup.plan.tiers[GPU_NAME]
+def _full(attempt: Callable[[], None]) -> GpuFull | None:
+    """Carry out a run; return the error if it ended because the GPU is full."""
+    try:
+        attempt()
+    except Exception as error:
+        if not fills_gpu(error):
+            raise
+        full = error if isinstance(error, GpuFull) else GpuFull(error)
+        full.__cause__ = full.__context__ = None  # their frames hold tensors
+        return full.with_traceback(None)
+    return None
+
+
+def _with_room(config: TrainConfig, before: Setup, full: GpuFull, *, began: int) -> tuple[Setup, Path | None]:
+    """Return the setup of a plan that needs less of the GPU, and the checkpoint to go on from, if any.
+
+    `began`: the step at which the run began; newer checkpoints are its own. Raises UserError if no plan fits, and
+    TrainerError for several ranks or DeepSpeed, whose next start plans so.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    machine, log, output = before.machine, before.log, before.output
     more = min(max(full.missing, int(_MORE_FREE * machine.gpu_bytes)), machine.gpu_bytes // 10)
-    more += max(0, room["have"] - room["need"]) // setup.plan.work.here
-    why = " without --force, which keeps all that is on it" if setup.config.placement.force else ""
+    text = f"{full}. Plans need {format_bytes(more)} less of it from now on"
+    if alone := before.plan.work.world == 1 and before.plan.engine == "tiered":
+        saved = complete_checkpoints(output / "checkpoints")
+        if config.save.resume != "auto" and saved and step_of(saved[-1]) > began:
+            config = config.with_keys("save", resume=str(saved[-1]))
+        planned, moved = plan_with_room(config, before, more=more)
+        checks.refuse(planned)
+        if not moved:
+            raise TrainerError(f"{full}, and --force keeps all that is on it; {RERUN_HINT} without it")
     try:
         keep_free(machine, more=more)
     except (OSError, TrainerError) as error:
-        why = f" with --gpu-fraction 0 or --micro-batch 1, since later plans will not know that: {error}"
-    return TrainerError(f"{full}. Later plans leave {format_bytes(more)} more of it free; {RERUN_HINT}{why}")
+        log.say(f"note: later plans will not know that: {error}")
+    if not alone:
+        raise TrainerError(f"{text}; {RERUN_HINT}")
+    with log.opened(output):
+        log.say(f"{text}; on the GPU: {', '.join(moved)}")
+    setup, checkpoint = replace(before, **vars(planned)), checks.refuse_output(planned)
+    if checkpoint:
+        resume.finished(setup, checkpoint)
+    return setup, checkpoint
 
 
 def use_deterministic_algorithms() -> None:
@@ -173,6 +216,7 @@ def _run_once(
     lock: int,
     nodes: Sequence[range],
     instead: Callable[[Job], None] | None,
+    unvalidated: int = 0,
 ) -> None:
     """Resume if there is something to resume from, and train to the end, in the locked run directory."""
     log = setup.log
@@ -188,17 +232,13 @@ def _run_once(
             stack.enter_context(run_directory(setup.output, log, lock=lock))
             write_known(setup, setup.data)
         resumes: dict[str, Any] = {"instead": places, "resume": files.resume} if files else {}
-        try:
-            job = build_job(setup, stack, begins=begins, **resumes)
-            if instead is not None:
-                instead(job)
-                return
-            resume.keep(setup, job)
-            _train_to_end(setup, job, begins=begins, checkpoint=checkpoint)
-        except Exception as error:
-            if instead is not None or not fills_gpu(error):
-                raise
-            raise _with_room(setup, error if isinstance(error, GpuFull) else GpuFull(error)) from error
+        job = build_job(setup, stack, begins=begins, **resumes)
+        if instead is not None:
+            instead(job)
+            return
+        job.unvalidated = unvalidated
+        resume.keep(setup, job)
+        _train_to_end(setup, job, begins=begins, checkpoint=checkpoint)
         resume.clear(setup)
 
 
@@ -213,6 +253,11 @@ def _train_to_end(setup: Setup, job: Job, *, begins: TrainState | None, checkpoi
             job.telemetry.page = partial(_run_page, setup, swaps=job.swaps)
         try:
             state = loop.train(job, asked, begins=begins, checkpoint=checkpoint)
+        except GpuFull as full:
+            if asked.stop:
+                message = f"{full}, and the run was asked to stop; {RERUN_HINT}"
+                raise Interrupted(message, code=128 + asked.stop) from full
+            raise
         except Exception:
             if job.telemetry:
                 job.telemetry.end(failed=True)

@@ -4,13 +4,13 @@ The first rank that fails prints its error; ranks that end only because another 
 The launcher's exit code is that of the rank that failed first, or 128 + the number of the signal that ended the run.
 """
 
-import ctypes
 import logging
 import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,14 +23,14 @@ from offload_trainer.model.presets import local_directory
 from offload_trainer.packages import is_installed, lacks
 from offload_trainer.run.signals import STOPPING
 from offload_trainer.settings import load_config
+from offload_trainer.stdio import write_now
 
 LAUNCHER = "OFFLOAD_TRAINER_LAUNCHER"  # environment variable: the launcher's pid, which may exit before a rank looks
 COMMAND = [sys.executable, "-m", "offload_trainer", "train"]  # of a rank
 
 _STOPPED = {code for number in STOPPING for code in (-number, 128 + number)}  # exit codes of ranks told to stop
-_GRACE = 30.0  # seconds between SIGTERM and SIGKILL to ranks after another one has ended
-_LOOK = 1.0  # seconds between checks of the ranks when no signal arrives
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_GRACE = 30.0  # seconds between SIGTERM and SIGKILL to ranks after another one, or their launcher, has ended
+_LOOK = 1.0  # seconds between checks: of the ranks when no signal arrives, and of the launcher
 ECHO = 5.0  # seconds within which a rank gets a signal twice: sent to it too, and passed on by its launcher
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # read when CUDA is first used
 
@@ -67,7 +67,7 @@ def prepare_process(config: TrainConfig) -> int:
     A command that plans or benchmarks for several ranks gets the threads of all of them. The OMP_NUM_THREADS=1 of
     torchrun is overridden. DeepSpeed's kernels load an OpenMP runtime that torch.set_num_threads does not affect.
     """
-    end_with_launcher()
+    end_without_launcher(lambda line: write_now(f"offload-train: {line}"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0))
     _stay_near(int(os.environ.get("LOCAL_RANK", "0")), ranks=local_world)
@@ -247,9 +247,21 @@ def has_launcher() -> bool:
     return bool(started) and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def end_with_launcher() -> None:
-    """Let the kernel send SIGTERM to this rank when its launcher ends, or send it now if that is gone already."""
+def end_without_launcher(say: Callable[[str], None]) -> None:
+    """Start a thread that ends this rank, and says so, if it has a launcher that is gone (a shell may exit)."""
     if has_launcher():
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != int(os.environ.get(LAUNCHER, os.getppid())):
-            os.kill(os.getpid(), signal.SIGTERM)
+        launcher = int(os.environ.get(LAUNCHER, os.getppid()))
+        threading.Thread(target=_end_after, args=(launcher, say), name="watch", daemon=True).start()
+
+
+def _end_after(launcher: int, say: Callable[[str], None]) -> None:
+    """Wait until the launcher is gone; then send SIGTERM to this process, and SIGKILL if that does not end it."""
+    while os.getppid() == launcher:
+        time.sleep(_LOOK)
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        say(f"the launcher of the ranks (process {launcher}) has ended, and the run ends. The same command resumes")
+    else:
+        time.sleep(_LOOK)  # let the first rank print the reason before this rank's end stops it
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -223,7 +223,7 @@ def test_ranks_plan_with_what_was_timed_for_as_many(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank has its share of the cores, and rates are stored for all ranks' threads together."""
-    monkeypatch.setattr(process_setup, "end_with_launcher", lambda: None)
+    monkeypatch.setattr(process_setup, "end_without_launcher", lambda say: None)
     monkeypatch.setattr(process_setup.os, "sched_getaffinity", lambda process: set(range(64)))
     monkeypatch.setattr(process_setup, "numa_nodes", list)
     machine = probe_machine(PlacementSection(), output=str(tmp_path))
@@ -455,7 +455,7 @@ def test_variables_of_libraries_are_set_before_their_start_unless_the_user_has(m
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_WAIT_POLICY")
 
     def prepared(**environment: str) -> list[str | None]:
-        monkeypatch.setattr(process_setup, "end_with_launcher", lambda: None)
+        monkeypatch.setattr(process_setup, "end_without_launcher", lambda say: None)
         kept = {key: value for key, value in os.environ.items() if key not in names}
         monkeypatch.setattr(os, "environ", kept | environment)
         process_setup.prepare_process(load_config([]))

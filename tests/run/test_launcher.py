@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -164,29 +165,27 @@ def test_the_launcher_ends_ranks_and_passes_signals_on(
     assert told == ("offload-train: stopped by SIGTERM; it goes on\n" if code == 128 + 15 else "")
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_rank_without_a_launcher_ends(late: bool) -> None:
-    """Its launcher ends before or after the rank looks; the rank gets SIGTERM, as for a stop."""
+def test_a_rank_without_a_launcher_ends() -> None:
     reader, writer = os.pipe()
-    looks, ends = os.pipe()
+    heard, sleep = threading.Event(), time.sleep
 
     def work() -> int:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", launcher.LAUNCHER: str(os.getpid())}
-        if os.fork():  # the rank below has no launcher once this process has ended
-            return len(os.read(looks, 1)) - 1 if late else 0
-        signal.signal(signal.SIGTERM, lambda *_: (os.write(writer, b"told"), os._exit(0)))
-        while not late and os.getppid() == int(os.environ[launcher.LAUNCHER]):
-            time.sleep(0.01)
-        launcher.end_with_launcher()
-        os.write(ends, b"x")
-        time.sleep(600)
+        if os.fork():
+            return 0  # and the rank below has no launcher
+        launcher._LOOK = 0.02
+        time.sleep = lambda seconds: heard.wait() if seconds == launcher._GRACE else sleep(seconds)
+        signal.signal(signal.SIGTERM, lambda *_: (os.write(writer, b"told to end\n"), heard.set()))
+        launcher.end_without_launcher(lambda line: os.write(writer, f"{line}\n".encode()))
+        sleep(600)
         return 1
 
     assert in_a_fork(work) == 0
-    for end in (writer, ends):
-        os.close(end)
+    os.close(writer)
     with open(reader) as file:
-        assert file.read() == "told"  # until the rank's end closes the pipe
+        told = file.read()  # until SIGKILL closes the pipe
+    assert "the launcher of the ranks (process" in told
+    assert "told to end" in told
 
 
 # -- commands with several ranks that end early, or that differ --------------------------------------------------------

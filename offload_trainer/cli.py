@@ -27,14 +27,15 @@ from offload_trainer.config import TrainConfig
 from offload_trainer.errors import RERUN_HINT, PeerFailed, Stopped, TrainerError, UserError, exit_code, explain
 from offload_trainer.model.presets import PRESETS
 from offload_trainer.plan.machine import describe_rates, read_machine
-from offload_trainer.run.launcher import has_launcher, start_ranks
 from offload_trainer.run.process_setup import (
     go_offline,
+    has_launcher,
     prepare_process,
     prepared,
     quieten,
     ranks_of_environment,
     refuse_missing,
+    start_ranks,
 )
 from offload_trainer.run.signals import stop_at_once
 from offload_trainer.settings import FLAGS, all_keys, dump_config, file_hint, load_config, refuse_unwritable

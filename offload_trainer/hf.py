@@ -1,13 +1,11 @@
 """Integration with transformers' and TRL's Trainers: a mixin class, and models whose weights are offloaded.
 
-    from offload_trainer.hf import Offloaded, load
     class MyTrainer(Offloaded, SFTTrainer): pass
     MyTrainer(load("Qwen/Qwen3-8B", nvme=["/mnt/ssd"]), args, ...).train()
 
-The Trainer keeps its loop, data, schedule, callbacks and logs. The mixin routes everything that concerns gradients,
-optimizer state and weight files to the Session: micro-batch boundaries, gradient clipping, the update, saving and
-resuming. A checkpoint has the Trainer's layout, with the Session's state in `offload/`. If all offloaded weights are
-frozen and only adapters are trained, the Session handles the micro-batch boundaries and the Trainer does the rest.
+The Trainer keeps its loop, data, schedule, callbacks and logs. The mixin routes gradients, optimizer state and weight
+files to the Session. A checkpoint has the Trainer's layout, with the Session's state in `offload/`. If only
+adapters are trained, the Session handles the micro-batch boundaries and the Trainer does the rest.
 """
 
 import copy
@@ -71,10 +69,7 @@ def load(
 
 
 def attach(session: Session) -> Any:
-    """Attach the session to its model and return the model.
-
-    `state_dict` of the model then lists the offloaded weights, and `save_pretrained` streams them to disk.
-    """
+    """Attach the session to its model, whose state_dict and save_pretrained then stream weights; return the model."""
     model: Any = session.model
     model._offload_session = session
     model.state_dict = partial(listed, model, session.weight)
@@ -122,11 +117,7 @@ class Offloaded(_Trainer):
             self._make_own_optimizer()
 
     def _make_own_optimizer(self) -> None:
-        """Call a subclass's create_optimizer now, to refuse an optimizer that would find no gradients.
-
-        Raises UserError for overrides that come after this class in the MRO, and so would never be called, unless a
-        class in front of this one has its own.
-        """
+        """Call a subclass's create_optimizer now. Refuse one that finds no gradients, and those never called."""
         from transformers import Trainer
 
         classes = type(self).__mro__
@@ -144,9 +135,8 @@ class Offloaded(_Trainer):
             made = self.create_optimizer() or self.optimizer
             if not isinstance(made, OffloadedOptimizer):
                 raise UserError(
-                    f"create_optimizer of {type(self).__name__} makes {type(made).__name__}, and the weights' state is "
-                    "with the session: return super().create_optimizer(), or "
-                    "offload_trainer.hf.session_of(self.model).adamw(groups)"
+                    f"create_optimizer of {type(self).__name__} makes {type(made).__name__}, which has no state of the "
+                    "weights: return super().create_optimizer(), or session_of(self.model).adamw(groups)"
                 )
             self.optimizer = made
             self.create_optimizer = lambda *_, **__: made  # type: ignore[method-assign]
@@ -198,10 +188,7 @@ class Offloaded(_Trainer):
         return self._session.clip_grad_norm_(float("inf"))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Neither move the model nor wrap it in DistributedDataParallel, with several ranks.
-
-        The session has placed it, and exchanges gradients.
-        """
+        """Leave the model to the session, also with several ranks, without DistributedDataParallel."""
         super().create_accelerator_and_postprocess()
         if self._session.world > 1:
             prepare = partial(self.accelerator.prepare_model, device_placement=False, evaluation_mode=True)
@@ -213,11 +200,7 @@ class Offloaded(_Trainer):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **words: Any) -> Any:
-        """Train as the Trainer does, resuming from complete checkpoints only.
-
-        True selects the newest complete checkpoint. Raises UserError for a named checkpoint that is incomplete, and if
-        the Trainer itself would have to write the model's weights.
-        """
+        """Train as the Trainer does; True resumes from the newest complete checkpoint, and others are refused."""
         state, saves = bool(self._session.trained), self.args.save_strategy != "no"
         if state and saves and not isinstance(self._session.model, PreTrainedModel):
             raise UserError(
@@ -291,11 +274,7 @@ def newest_whole(output: Path, *, state: bool) -> Path:
 
 
 def what_lacks(folder: Path, *, state: bool) -> str | None:
-    """Return the reason why a checkpoint cannot be resumed, or None if it can.
-
-    The Trainer writes its own state last, so a readable trainer_state.json marks a complete checkpoint.
-    `state`: also require a session's state.
-    """
+    """Return why a checkpoint cannot be resumed, or None. `state`: it must have a session's state too."""
     try:
         json.loads(file_bytes(folder / _TRAINER_STATE, most=1 << 30, links=True))  # all lines of the log
     except (OSError, ValueError):
@@ -316,22 +295,11 @@ _REFUSED = {  # arguments that must not be set, of the Trainer and of TRL, and w
     **dict.fromkeys(("bf16_full_eval", "fp16_full_eval", "cast_lm_head_to_fp32"), _IN_PLACE),
     "torch_compile": "compiled code keeps weights that have moved, so a session runs eagerly: leave it out",
     **dict.fromkeys(("deepspeed", "fsdp"), "it would place the weights a second time: leave it out"),
-    "auto_find_batch_size": (
-        "it starts again with fewer rows in the middle of a step: leave it out, and give the number of rows to "
-        "load(..., micro_batch_size=N), whose plan says what they need and is refused if they do not fit"
-    ),
-    "use_liger_kernel": (
-        "it would replace modules whose weights are offloaded already, which was not tried: leave it out, and apply "
-        "liger_kernel to the module before ot.offload(module, ...)"
-    ),
+    "auto_find_batch_size": "leave it out: load(..., micro_batch_size=N) plans and refuses a number of rows",
+    "use_liger_kernel": "leave it out, and apply liger_kernel to the module before ot.offload(module, ...)",
     "activation_offloading": "it would keep weights: leave it out",
-    "use_vllm": (
-        "TRL would hand vLLM parameters whose memory is reused: leave it out, so that the model itself generates; "
-        "GRPOTrainer's rollout_func may send session.named_weights() to a server of yours"
-    ),
-    "use_transformers_continuous_batching": (
-        "it runs the model in another thread, which was not tried with offloaded weights: leave it out"
-    ),
+    "use_vllm": "leave it out: the model generates, or rollout_func sends session.named_weights() to a server of yours",
+    "use_transformers_continuous_batching": "it runs the model in another thread: leave it out",
 }
 
 
@@ -340,23 +308,16 @@ def argument_mistakes(args: TrainingArguments, session: Session) -> Iterator[str
     yield from (f"{name}={value}: {why}" for name, why in _REFUSED.items() if (value := getattr(args, name, None)))
     of_trl = _is_one_of(args, _GENERATING)
     if session.trained and of_trl and (beta := getattr(args, "beta", 0.0)):
-        yield (
-            f"beta={beta}: the reference would be a second model in memory: beta=0.0, or adapters over a frozen base, "
-            "which is then the reference"
-        )
+        yield f"beta={beta}: the reference would be a second model in memory: beta=0.0, or adapters over a frozen base"
     if session.fetches_together and (of_trl or getattr(args, "predict_with_generate", False)):
+        yield f"{session.world} ranks that fetch weights together cannot generate: load(..., params='gpu')"
+    strategy = HubStrategy(args.hub_strategy)
+    pushes_state = strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS) and not args.save_only_model
+    if args.push_to_hub and session.trained and pushes_state:
         yield (
-            f"generation on {session.world} ranks that fetch weights together, for which all would have to generate as "
-            "many tokens: load(..., params='gpu') keeps the weights on the device of each rank"
+            f"hub_strategy={strategy.value!r}: each save would push all masters and moments: 'every_save' or 'end', "
+            "which push the model, or save_only_model=True"
         )
-    if args.push_to_hub and session.trained and not args.save_only_model:
-        strategy = HubStrategy(args.hub_strategy)
-        if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-            yield (
-                f"hub_strategy={strategy.value!r}: each save would push the masters and moments of all weights: "
-                "hub_strategy='every_save' or 'end' pushes the model, and save_only_model=True makes checkpoints "
-                "without them"
-            )
     if args.mixed_precision != "no" and not (args.bf16 or args.fp16):
         yield f"ACCELERATE_MIXED_PRECISION={args.mixed_precision}: {_AUTOCAST}: set it to no"
     if session.trained and args.optim not in _ADAMW:
@@ -364,10 +325,7 @@ def argument_mistakes(args: TrainingArguments, session: Session) -> Iterator[str
     if args.n_gpu > 1:
         yield f"{args.n_gpu} GPUs in one process would be DataParallel: set CUDA_VISIBLE_DEVICES to one"
     if args.world_size != session.world:
-        yield (
-            f"the Trainer has {args.world_size} processes, the session {session.world}: start both with torchrun or "
-            "accelerate launch"
-        )
+        yield f"the Trainer has {args.world_size} processes, the session {session.world}: start both with torchrun"
     if args.device.type != session.device.type:
         yield f"the Trainer's device is {args.device}, the model's {session.device}: leave use_cpu out"
     if args.save_only_model and args.load_best_model_at_end:
@@ -392,10 +350,7 @@ def _is_one_of(args: TrainingArguments, names: Sequence[str]) -> bool:
 
 
 def model_mistakes(model: nn.Module, session: Session) -> Iterator[str]:
-    """Yield a message if nothing would be trained, or if the planned optimizer state would be unused.
-
-    Adapters that copy or write base weights are not checked here: they fail when they are created.
-    """
+    """Yield a message if nothing would be trained, or if the planned optimizer state would be unused."""
     adapters = bool(getattr(model, "peft_config", None))
     offloaded = [p for p in model.parameters() if isinstance(p, OffloadedParameter) and p.requires_grad]
     if adapters and session.trained and not offloaded:
@@ -413,10 +368,7 @@ def _refuse(mistakes: list[str]) -> None:
 
 
 def _save_pretrained(session: Session, save_directory: str | Path, **words: Any) -> None:
-    """Implement transformers' `save_pretrained` by streaming the weights, in their dtype, beside the folder's files.
-
-    The configurations are the model's current ones. Ranks other than 0 write nothing.
-    """
+    """Implement save_pretrained by streaming the weights beside the folder's files. Rank 0 alone writes."""
     harmless = ("is_main_process", "max_shard_size", "safe_serialization")
     if others := [f"{name}={value!r}" for name, value in words.items() if value and name not in harmless]:
         raise UserError(f"save_pretrained of offloaded weights takes a directory only, not {', '.join(others)}")

@@ -1,9 +1,8 @@
 """Ranks of a run: joining them, and collectives (barrier, broadcast, all_gather) of tensors and values.
 
-With a single process most of these functions return immediately. A rank that fails prints its error and exits; the
-others see its connections close and exit silently with `LOST`. Tensors in host memory travel by gloo, those on GPUs by
-NCCL, and values as JSON, never as pickled objects. gloo takes a message that is shorter than expected without an error,
-so each message is tagged with its size, and one of another size is not received.
+A rank that fails prints its error and exits; the others see its connections close and exit silently with `LOST`.
+Tensors in host memory travel by gloo, those on GPUs by NCCL, and values as JSON, never as pickled objects. Each message
+is tagged with its size, since gloo takes a shorter one without an error.
 """
 
 import atexit
@@ -66,10 +65,7 @@ class PeerTimeout(PeerFailed):
 
 @contextmanager
 def _as_peer_failure() -> Iterator[None]:
-    """Convert an error of torch.distributed into PeerFailed: the rank that ended reports the reason.
-
-    An error of the GPU, which an earlier kernel may have caused, is this rank's own.
-    """
+    """Convert an error of torch.distributed, but not of this rank's GPU, into PeerFailed."""
     try:
         yield
     except (torch.AcceleratorError, torch.OutOfMemoryError):
@@ -165,10 +161,7 @@ class Group:
         self.some(work, mine=self.rank == 0)
 
     def each(self, work: Callable[[], T], kind: Any = Any) -> list[T]:
-        """Do `work` on every rank; return all results, of type `kind`, in the order of ranks.
-
-        If it fails on one rank, all ranks raise.
-        """
+        """Do `work` on every rank; return all results, of type `kind`, in their order. If one fails, all raise."""
         failed: Exception | None = None
         mine: list[T] = []
         try:
@@ -273,10 +266,7 @@ def join() -> None:
 def _late() -> str:
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     unreached = f", or does not reach {place} ({_INTERFACE} names the network)" if "MASTER_ADDR" in os.environ else ""
-    return (
-        f"after {_JOINING:g} s not all ranks of the run have come: a rank or node has not been started, has ended with "
-        f"a message of its own{unreached}"
-    )
+    return f"after {_JOINING:g} s not all ranks of the run have come: one has not been started, has ended{unreached}"
 
 
 def _stay_on_loopback() -> None:
@@ -324,20 +314,15 @@ def place_here() -> tuple[int, int]:
 
 
 def nodes() -> tuple[range, ...]:
-    """Return the ranks of each node, from the launcher's LOCAL_RANK; a single node if that is not set. Collective.
-
-    Raises UserError if the nodes have different numbers of ranks: the plan assumes the same state on every node.
-    """
+    """Return the ranks of each node, by LOCAL_RANK. UserError if they differ in number. Collective."""
     rank, world = place_here()
     if world == 1:
         return (range(1),)
     numbers = all_gather_json(int(os.environ.get("LOCAL_RANK", rank)))
     each = world // max(1, numbers.count(0))
     if numbers != [number % each for number in range(world)]:
-        raise UserError(
-            f"ranks are not as many on every node: they are number {', '.join(map(str, numbers))} of theirs; start as "
-            "many on each (torchrun --nproc-per-node)"
-        )
+        local = ", ".join(map(str, numbers))
+        raise UserError(f"ranks are not as many on every node: local ranks {local} (torchrun --nproc-per-node)")
     return tuple(range(first, first + each) for first in range(0, world, each))
 
 
@@ -421,10 +406,8 @@ def exchange_numbers(number: int, *, group: Group) -> list[int]:
     except PeerTimeout as error:
         if group.rank != min({*group.members} - {*error.missing}):
             raise
-        raise TrainerError(
-            f"after {STALLED:g} s another rank has not come to where all ranks meet in a step, and the run ends: "
-            f"{error}; {RERUN_HINT}"
-        ) from error
+        late = f"after {STALLED:g} s another rank has not come to where all ranks meet in a step"
+        raise TrainerError(f"{late}, and the run ends: {error}; {RERUN_HINT}") from error
 
 
 def broadcast(values: torch.Tensor, *, source: int, group: Any) -> None:
@@ -480,10 +463,7 @@ def from_rank_zero(work: Callable[[], T], kind: Any = Any) -> T:
 
 
 def rank_zero_first(work: Callable[[], T]) -> T:
-    """Do `work` on rank 0, then on the first rank of every other node, then on the others; return this rank's result.
-
-    Later ranks find the files of earlier ones, if they share the directory.
-    """
+    """Do `work` on rank 0, then on each node's first rank, then elsewhere, where it finds their files."""
     once = cache(work)
     _everybody.first(once)
     rank, each = place_here()[0], len(nodes()[0])

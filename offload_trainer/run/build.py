@@ -1,6 +1,4 @@
-"""Build a run: lease directories on drives, construct the engine, assemble the Job.
-
-    Setup(Planned, RunData) ── build_job ──> Job for the training loop
+"""Build a run: lease directories on drives, construct the engine, assemble the Job of a Setup (Planned with data).
 
 An ExitStack closes everything that was opened, also after a failure.
 """
@@ -66,11 +64,7 @@ class Setup(Planned):
 
 
 def with_steps(setup: Setup, begins: TrainState | None, *, say: Callable[[str], None] = lambda line: None) -> Setup:
-    """Return the setup with `train.steps` computed from `train.epochs`, and say so, unless that is `auto`.
-
-    It is the smallest number of steps that visits all rows of the epochs. `begins`: the state that the run resumes
-    from, whose rows count as visited. Raises UserError if the warm-up is longer than the run.
-    """
+    """Return the setup with the `train.steps` that visit all rows of `train.epochs`, beyond those before `begins`."""
     train, plan = setup.config.train, setup.plan
     if train.epochs == "auto":
         return setup
@@ -167,10 +161,7 @@ def lease_drives(
     listed: Path | None = None,
     instead: Sequence[ScratchDirectory] = (),
 ) -> list[Path]:
-    """Return this node's private directories on the drives. The first rank leases them; the others lock them too.
-
-    Collective. `listed`: the run's list of page files. `instead`: existing directories to use in place of new ones.
-    """
+    """Return this node's private directories on the drives, new ones or those of `instead`, which all ranks lock."""
     rank = place_here()[0]
     first = next(its.start for its in nodes() if rank in its)
 

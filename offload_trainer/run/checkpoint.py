@@ -1,18 +1,9 @@
 """Write, find and verify checkpoints. A checkpoint directory is either complete or does not exist.
 
-    checkpoints/step-00000100/
-        MANIFEST.json      written last: format, step, run identity, size and CRC-32 of every file
-        state.json         TrainState
-        *.safetensors      master weights and moments by parameter name (optim/state_files.py)
-        engine.json        Adam's step count, the loss scale
-        run.json           the run's configuration, plan and package versions
-        model/             the model's configuration and its tokenizer
-        resident/          only from a Session: trained parameters that are not offloaded (session/optimizer.py)
-
-    trainer ── save(state) ──> snapshot ── written under a hidden name, fsynced, renamed ──> the oldest are pruned
-                                 (in a background thread, if the engine's snapshot allows it)
-
-A checkpoint can be read without the engine, the GPU, the model's class or the rest of the run directory.
+It has MANIFEST.json, written last (format, step, run identity, size and CRC-32 of every file), state.json (TrainState),
+*.safetensors (master weights and moments by name, optim/state_files.py), engine.json, run.json (configuration, plan,
+versions), model/ (configuration, tokenizer), and from a Session resident/. It is written under a hidden name and
+renamed, in a background thread if the engine's snapshot allows it, and can be read without the engine or a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +23,7 @@ import torch
 from offload_trainer import __version__
 from offload_trainer.config import OptimSection
 from offload_trainer.engine.protocol import Engine, Snapshot
-from offload_trainer.errors import LOST, TrainerError, UserError, reason
+from offload_trainer.errors import LOST, RERUN_HINT, TrainerError, UserError, reason
 from offload_trainer.ranks import ALONE, Group, everybody, group_of, wait_for_all
 from offload_trainer.safe_files import Count, Steps, exact_record, lenient_record, read_back, shown
 from offload_trainer.storage.atomic_io import StoredFile, bytes_below, copy_tree, sync_directory, sync_file, write_text
@@ -177,10 +168,9 @@ class Checkpoints:
         except OSError as error:
             raise TrainerError(f"{self._root} cannot be written: {reason(error)}; nothing was saved") from error
         if free < need:
-            raise TrainerError(
-                f"{self._root}: a checkpoint takes {format_bytes(need)} and {format_bytes(free)} are free; "
-                "older checkpoints are untouched. Free space there, or set --save-every 0"
-            )
+            sizes = f"a checkpoint takes {format_bytes(need)} and {format_bytes(free)} are free"
+            fix = "older checkpoints are untouched. Free space there, or set --save-every 0"
+            raise TrainerError(f"{self._root}: {sizes}; {fix}")
 
     def _write(self, snapshot: Snapshot, state: TrainState, group: Group) -> None:
         """Write one checkpoint. Collective over `group`: a failure on one rank is raised on all."""
@@ -189,10 +179,8 @@ class Checkpoints:
             group.first(lambda: list(map(sync_file, [self._root.parent / log for log in _LOGS])))
             files = write_checkpoint(final, snapshot, group, state=state, record=self.record, say=self._say)
         except OSError as error:
-            raise TrainerError(
-                f"{final} could not be written: {reason(error)}; older checkpoints are untouched. Free "
-                "space there, and the same command resumes from the newest of them"
-            ) from error
+            fix = f"older checkpoints are untouched. Free space there, and {RERUN_HINT}"
+            raise TrainerError(f"{final} could not be written: {reason(error)}; {fix}") from error
         if group.rank == 0:
             self._report_save(final, files, seconds=time.perf_counter() - start, in_background=snapshot.concurrent)
 
@@ -312,10 +300,7 @@ def read_state(checkpoint: Path) -> TrainState:
 
 
 def check_resume(checkpoint: Path, record: RunRecord) -> list[str]:
-    """Check that this run can resume from the checkpoint; return one line per setting that has changed since.
-
-    Raises UserError if it is damaged or has another seed, data, model shape or set of trained weights. Writes nothing.
-    """
+    """Return one line per setting changed since this checkpoint. UserError if it is damaged or of another run."""
     refuse_other_run(checkpoint, read_manifest(checkpoint), identity=record.identity, layout=record.layout)
     return changed_settings(checkpoint.name, configuration_of(checkpoint), record.run["config"])
 
@@ -326,10 +311,7 @@ def configuration_of(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return one line per setting of `STEERING` that differs between those saved as `name` and the current ones.
-
-    The steps of a run by epochs follow from what it resumes from, and are not compared.
-    """
+    """Return one line per setting of `STEERING` that differs; the steps of a run by epochs follow from it."""
     by_epochs = now.get("train", {}).get("epochs", "auto") != "auto"
     return [
         f"{section}.{key} is {now[section].get(key)}; {name} was saved with {shown(then[key])}"

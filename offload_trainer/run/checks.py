@@ -47,14 +47,10 @@ def refuse(planned: Planned) -> None:
     if not (reason := plan.cannot_save):
         return
     if resumes := find_resume(config.save.resume, output=planned.output):
-        raise UserError(
-            f"{plan.homes} cannot continue {resumes}: {reason}. Use --optimizer cpu, or name another --output"
-        )
+        raise UserError(f"{plan.homes} cannot go on from {resumes}: {reason}. Use --optimizer cpu or another --output")
     if config.save.every != 0:
-        raise UserError(
-            f"{plan.homes}: no exact checkpoints are possible: {reason}. Add --save-every 0 to train without them "
-            "(the weights are exported at the end), or use --engine tiered"
-        )
+        fix = "Add --save-every 0, which exports the weights at the end, or use --engine tiered"
+        raise UserError(f"{plan.homes}: no exact checkpoints are possible: {reason}. {fix}")
 
 
 def check_start(planned: Planned, *, say: Callable[[str], None]) -> None:
@@ -65,10 +61,7 @@ def check_start(planned: Planned, *, say: Callable[[str], None]) -> None:
 
 
 def refuse_output(planned: Planned) -> Path | None:
-    """Return the checkpoint that the run resumes from, or None to start from step 0.
-
-    Raises UserError if the run directory holds files that this run can neither resume from nor replace.
-    """
+    """Return the checkpoint to resume from, or None. UserError for files that the run cannot replace."""
     config = planned.config
     refuse_strangers(planned.output)
     resumes = find_resume(config.save.resume, output=planned.output)
@@ -79,10 +72,8 @@ def refuse_output(planned: Planned) -> Path | None:
             "leave --resume out to go on from them, move them away, or name another --output"
         )
     if config.save.resume == "never" and here:
-        raise UserError(
-            f"--resume never, but {config.save.output} holds checkpoints of an earlier run: leave it out to go on from "
-            "them, or name another --output"
-        )
+        held = f"{config.save.output} holds checkpoints of an earlier run"
+        raise UserError(f"--resume never, but {held}: leave it out to go on from them, or name another --output")
     if resumes:
         check_identity(resumes, planned.identity | UNKNOWN_IDENTITY, planned.layout)
     return resumes
@@ -142,15 +133,11 @@ def refuse_node(planned: Planned, machine: MachineProfile) -> None:
     here, plan, config = f"node {socket.gethostname()}", planned.plan, planned.config
     if machine.device != planned.machine.device:
         kinds = {"gpu": "computes on a GPU", "ram": "has no GPU"}
-        raise UserError(
-            f"{here} {kinds[machine.device]}, and the node of rank 0 {kinds[planned.machine.device]}: all nodes "
-            "of a run must use the same kind of device"
-        )
+        differ = f"{here} {kinds[machine.device]}, and the node of rank 0 {kinds[planned.machine.device]}"
+        raise UserError(f"{differ}: all nodes of a run must use the same kind of device")
     drives = [[drive.directory for drive in one.drives] for one in (planned.machine, machine)]
     if len(drives[0]) != len(drives[1]):
-        raise UserError(
-            f"{here} was given {len(drives[1])} --nvme, the node of rank 0 {len(drives[0])}: the numbers must match"
-        )
+        raise UserError(f"{here} has {len(drives[1])} --nvme, the node of rank 0 {len(drives[0])}: give as many")
     names = dict(zip(*drives, strict=True))
     items = tuple(replace(item, tier=names.get(item.tier, item.tier)) for item in plan.items)
     try:
@@ -161,10 +148,7 @@ def refuse_node(planned: Planned, machine: MachineProfile) -> None:
 
 
 def refuse_unseen(output: Path, *, first: int) -> None:
-    """Raise UserError if a node does not see the run directory, in which all nodes write checkpoints.
-
-    Collective. `first`: the first rank of this node, which checks for a file that rank 0 has written.
-    """
+    """Raise UserError if a node, whose first rank is `first`, does not see the run directory. Collective."""
     token = output / from_rank_zero(lambda: f".seen-{secrets.token_hex(4)}")
     everybody().first(partial(token.write_text, ""))
     try:
@@ -178,8 +162,6 @@ def _read_token(token: Path) -> None:
     until = time.monotonic() + _PATIENCE
     while not token.exists():
         if time.monotonic() > until:
-            raise UserError(
-                f"{token.parent}: node {socket.gethostname()} does not see there what rank 0 has written: the run "
-                "directory must be on a filesystem that all nodes share (--output); --nvme is separate for each node"
-            )
+            unseen = f"node {socket.gethostname()} does not see in {token.parent} what rank 0 has written"
+            raise UserError(f"{unseen}: --output must be on a filesystem that all nodes share")
         time.sleep(_AGAIN)

@@ -1,9 +1,4 @@
-"""Run directory: its initial files, the log, and the lock that excludes a second run.
-
-config.yaml plan.json machine.json environment.json model/    written once the plan has passed its checks
-log.txt                                                       all messages
-.lock                                                         locked while the run lives; not empty after a crash
-"""
+"""Run directory: its initial files, the log, and the lock that excludes a second run, not empty after a crash."""
 
 import json
 import os
@@ -55,15 +50,6 @@ class Log:
 
     loud: bool
     file: RawIOBase | None = None
-
-    @contextmanager
-    def opened(self, output: Path) -> Iterator[None]:
-        """Write to log.txt of the run directory, too, within this context."""
-        with open(open_to_append(output / "log.txt"), "ab", buffering=0) as self.file:
-            try:
-                yield
-            finally:
-                self.file = None
 
     def say(self, line: str) -> None:
         if self.loud:
@@ -122,10 +108,7 @@ def refuse_strangers(output: Path) -> None:
     """Raise UserError if the run would replace or append to files that no run has written."""
     there = [name for name in WRITTEN if is_there(output / name)]
     if odd := [name for name in there if not stat.S_ISREG((output / name).lstat().st_mode)]:
-        raise UserError(
-            f"{output / odd[0]} is a link, a directory or no regular file, and a run writes a file of that name: move "
-            "it away, or name another --output"
-        )
+        raise UserError(f"{output / odd[0]} is a link, a directory or no regular file: a run writes one of that name")
     there += [name for name in ("model", "pages") if is_there(output / name)]
     if os.path.isfile(output / "save") and os.path.getsize(output / "save"):  # an empty one asks for a checkpoint
         there.append("save")
@@ -139,16 +122,12 @@ def refuse_strangers(output: Path) -> None:
 
 @contextmanager
 def run_directory(output: Path, log: Log, *, lock: int) -> Iterator[None]:
-    """Log to the locked run directory within this context, including the reason if the run fails.
-
-    First removes leftovers of killed runs. The file of `lock`, the descriptor from `hold`, has the pid of a living run.
-    """
-    with log.opened(output):
+    """Log to the run directory, also why the run fails; remove leftovers. `lock`'s file has a living run's pid."""
+    with open(open_to_append(output / "log.txt"), "ab", buffering=0) as log.file:
         try:
             if os.fstat(lock).st_size:
-                log.say(
-                    "note: the last run here ended without a message: it was killed, ran out of memory, or lost power"
-                )
+                why = "it was killed, ran out of memory, or lost power"
+                log.say(f"note: the last run here ended without a message: {why}")
                 os.ftruncate(lock, 0)
             try:
                 os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
@@ -162,6 +141,7 @@ def run_directory(output: Path, log: Log, *, lock: int) -> Iterator[None]:
             log.write(f"ended: {explain(error) or traceback.format_exc()}")
             raise
         finally:
+            log.file = None
             os.ftruncate(lock, 0)
 
 

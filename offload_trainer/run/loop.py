@@ -32,11 +32,7 @@ _LARGEST_EXPONENT = 709  # a float holds e to the power of this
 
 
 class TimeToSave:
-    """Estimate of the seconds until the current step is complete and saved, which `train.stop_within` is compared with.
-
-    Durations are at first the plan's, then those of earlier steps, validations and saves. A signal handler may read the
-    estimate at any moment.
-    """
+    """Estimate of the seconds until the current step is saved, for `train.stop_within`; a signal handler reads it."""
 
     def __init__(self, *, step: float | None, save: float) -> None:
         """Start with the plan's seconds of a step (None: unknown) and of a checkpoint, until both were measured."""
@@ -90,11 +86,7 @@ class Job:
 def train(
     job: Job, asked: StopRequest, *, begins: TrainState | None = None, checkpoint: Path | None = None
 ) -> TrainState:
-    """Train until the last step or a stop signal; return the final state, saved to a checkpoint if possible.
-
-    `begins`: the state to start from, which the engine holds, unless it is in the verified `checkpoint`. Raises
-    TrainerError for a non-finite gradient if `optim.on_nonfinite_grad` is `stop`; no weight is changed by that step.
-    """
+    """Train until the last step or a stop signal; return the final state. `checkpoint` or the engine has the first."""
     state, every = begins or TrainState(step=0, tokens=0, data_position=0), job.train.eval_every
     if checkpoint is not None:
         job.engine.load(checkpoint)
@@ -161,10 +153,7 @@ def too_late(job: Job) -> str | None:
     seconds = seconds * _MARGIN + _SECONDS_TO_END
     if seconds <= within:
         return None
-    return (
-        f"finishing this step and saving would take about {format_seconds(seconds)}, longer than "
-        f"train.stop_within={within:g}"
-    )
+    return f"finishing and saving would take {format_seconds(seconds)}, longer than train.stop_within={within:g}"
 
 
 def _save_if_due(job: Job, state: TrainState, *, stopping: bool, wished: bool, ended: bool) -> None:

@@ -1,15 +1,9 @@
 """Choose what a run resumes from, in its locked directory: nothing, a checkpoint, or page files of a killed run.
 
-    refuse_output ──> checkpoint ── finished? ── take_over ──> page files, if they are newer
-    newest_state ───> what the same command would resume from, for messages and plans
-
-    RUN/pages           paths of this run's leases (storage/scratch_dir), directories of page files on drives
-    <lease>/record      after each step: which copy of each page holds it, and the rest of the state
-    <lease>/run.json    identity, layout and configuration of the run, compared as for a checkpoint
-
-docs/design_recovery.md says when a run resumes from page files, and when it refuses to start and keeps them. The ranks
-of one node share the files. The first rank reads them, and it writes the record once all ranks' pages of a step are on
-the drives; until then no rank writes a page of the next step.
+RUN/pages lists the run's directories of page files on drives. Each has `record`, written after each step (which copy of
+each page holds it, and the rest of the state), and run.json (identity, layout and configuration). The ranks of a node
+share them: the first rank reads them, and writes the record once all ranks' pages of a step are on the drives.
+docs/design_recovery.md says when a run resumes from page files, and when it refuses to start and keeps them.
 """
 
 import json
@@ -88,10 +82,7 @@ class PageFiles:
 
 
 def _all_steps_done(setup: Setup, checkpoint: Path) -> str | None:
-    """Return a message if a checkpoint has all steps of the run that would resume from it and no page files are newer.
-
-    It names settings that differ from the checkpoint's. Raises UserError if the run's output is another directory.
-    """
+    """Return a message if a checkpoint has all steps and no page files are newer."""
     save, steps, step, output = setup.config.save, setup.config.train.steps, read_state(checkpoint).step, setup.output
     if step < steps:
         return None
@@ -106,19 +97,11 @@ def _all_steps_done(setup: Setup, checkpoint: Path) -> str | None:
             f"--resume {save.resume}: {reached}, so nothing would be trained or saved in {output}; --steps N trains "
             f"on, and this exports it: offload-train export {quote(str(checkpoint))} DEST"
         )
-    given, then = setup.config.model_dump(mode="json", exclude_unset=True), configuration_of(checkpoint)
-    now = {section: {**keys, **given.get(section, {})} for section, keys in then.items()}
-    notes = [line for line in changed_settings(checkpoint.name, then, now) if " is auto; " not in line]
-    notes = [f"; {line}" for line in notes if not line.startswith("train.steps")]
-    return f"done: {reached}, so nothing is changed; --steps N extends it{''.join(notes)}"
+    return f"done: {reached}, so nothing is changed; --steps N extends it"
 
 
 def finished(setup: Setup, checkpoint: Path | None) -> bool:
-    """Return True, and say so, if this run has already finished here; else check the checkpoint that it resumes from.
-
-    Collective. Every file is checked, and settings that have changed are printed. Raises UserError if the checkpoint is
-    damaged or of another run, or if this run would overwrite the results of another.
-    """
+    """Return whether this run has finished here, and say so; else check all of its checkpoint. Collective."""
     save, record, say = setup.config.save, setup.record, setup.log.say
 
     def told() -> str | None:
@@ -143,11 +126,7 @@ def finished(setup: Setup, checkpoint: Path | None) -> bool:
 
 
 def keep(setup: Setup, job: Job) -> None:
-    """Make the page files resumable from now on, if the plan allows it, and register them for the next start.
-
-    On rank 0 this sets `job.commit`, which records each completed step. If two copies were requested and resuming is
-    not possible, it prints the reason.
-    """
+    """Make the page files resumable from now on, by `job.commit`, and list them; say why, if that is not possible."""
     if not setup.log.loud:
         return
     why = _why_never(setup)
@@ -342,10 +321,7 @@ def with_resume_hint(message: str, words: Sequence[str]) -> str:
 
 
 def resume_hint(words: Sequence[str]) -> str:
-    """Return a sentence on where the command `words` would resume from, without the step if it cannot be read.
-
-    A run that has saved newer checkpoints than its --resume names goes on from these only without it.
-    """
+    """Return a sentence on where the command `words` would resume from, without the step if it cannot be read."""
     again = RERUN_HINT
     try:
         save = load_config([word for number, word in enumerate(words) if number or word != "train"]).save
@@ -364,10 +340,7 @@ def resume_hint(words: Sequence[str]) -> str:
 
 
 def earlier_run(save: SaveSection) -> tuple[Mapping[str, Mapping[str, Any]], bool]:
-    """Return the configuration of the run that this one would resume from or has ended, and whether it has page files.
-
-    It is empty for a new run, and if it cannot be read, which a later check reports.
-    """
+    """Return the configuration of the run to resume, {} if none can be read, and whether it has page files."""
     kept = 0
     try:
         saved, kept = newest_state(save)
@@ -381,10 +354,7 @@ def earlier_run(save: SaveSection) -> tuple[Mapping[str, Mapping[str, Any]], boo
 
 
 def newest_state(save: SaveSection) -> tuple[Path | None, int]:
-    """Return (checkpoint or None, step of the page files); the step is 0 unless it is newer than the checkpoint.
-
-    Raises ValueError or UserError if a run could not start from the page files.
-    """
+    """Return (checkpoint or None, step of the page files or 0 if not newer). ValueError if these are damaged."""
     saved = find_resume(save.resume, output=Path(save.output))
     folders = scratch_dir.folders_in(Path(save.output) / scratch_dir.PAGES) if save.resume == "auto" else []
     manifest = read_description(folders[0]) if folders else None

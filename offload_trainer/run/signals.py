@@ -1,19 +1,14 @@
 """Handlers of SIGHUP, SIGINT, SIGTERM and SIGQUIT: stop immediately before training, and after saving during it.
 
-    start, build     stop_at_once    raises Stopped at the current line; open resources are closed on the way out
-    training, end    waiting         records the signal; the current step, save or export is finished first
-                                     unless that takes longer than `train.stop_within`: then as the second signal
-                     second signal   stops immediately, without saving, and cleans up; a third has its default action
-
-A terminal that closes sends SIGHUP, often twice (from the kernel and the shell), and systemd sends it after SIGTERM,
-so it never counts as a second signal, and stays ignored if it was (nohup). SIGUSR1 requests a checkpoint.
+A second signal, or one for which saving would take longer than `train.stop_within`, stops immediately, without saving,
+and cleans up; a third has its default action. SIGHUP never counts as a second one, since a terminal that closes often
+sends two and systemd sends it after SIGTERM, and stays ignored if it was (nohup). SIGUSR1 requests a checkpoint.
 """
 
 import math
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -74,19 +69,13 @@ def waiting(*, say: Callable[[str], None] | None, same_within: float = 0.0) -> I
 
 
 def _raise_until_caught(number: int, _frame: object = None, *, unsaved: str = "") -> None:
-    """Raise Stopped, and again on a timer until it propagates: destructors and callbacks from C swallow exceptions.
-
-    From now on a further signal has its default action, except for SIGHUP, which is ignored.
-    """
+    """Raise Stopped, and again on a timer until it propagates: destructors and C callbacks swallow exceptions."""
     for stopping in STOPPING:
         if signal.getsignal(stopping) != signal.SIG_IGN:
             signal.signal(stopping, signal.SIG_IGN if stopping == signal.SIGHUP else signal.SIG_DFL)
 
     def again(_number: int, _frame: object) -> None:
-        under_way = sys.exception()
-        while under_way is not None and not isinstance(under_way, Stopped):
-            under_way = under_way.__context__
-        if under_way is None:
+        if _stop_behind(sys.exception()) is None:
             raise Stopped(number, unsaved=unsaved)
 
     signal.signal(signal.SIGALRM, again)
@@ -94,18 +83,9 @@ def _raise_until_caught(number: int, _frame: object = None, *, unsaved: str = ""
     raise Stopped(number, unsaved=unsaved)
 
 
-def _turned_into(error: BaseException | None) -> Stopped | None:
-    """Return the Stopped that was converted to this error, or None.
-
-    Python 3.11 wraps anything that `__set_name__` raises in a RuntimeError. A library's `finally` (transformers'
-    `no_init_weights`) may raise a NameError or AttributeError after an interruption; in this package that is a bug.
-    """
+def _stop_behind(error: BaseException | None) -> Stopped | None:
     while error is not None and not isinstance(error, Stopped):
-        hid = isinstance(error, NameError | AttributeError)
-        if hid:
-            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-            hid = str(frame.f_globals.get("__name__")).partition(".")[0] != "offload_trainer"  # raised by others
-        error = error.__context__ if hid else error.__cause__
+        error = error.__cause__ or error.__context__
     return error
 
 
@@ -113,8 +93,8 @@ def _turned_into(error: BaseException | None) -> Stopped | None:
 def _handled(handlers: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
     """Install the handlers within this context, except for SIGHUP if it is ignored (nohup).
 
-    Messages about a swallowed Stopped, which is raised again, are suppressed. One that a library has converted to
-    another exception is raised in its place.
+    Messages about a swallowed Stopped, which is raised again, are suppressed. An error that a Stopped has caused is
+    replaced by it: Python 3.11 wraps what `__set_name__` raises, and a library's `finally` may fail after it.
     """
     before: dict[signal.Signals, Any] = {}
     hook, alarm = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
@@ -133,7 +113,7 @@ def _handled(handlers: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
         before.clear()  # keep the default actions, so that the next signal kills the process while it cleans up
         raise
     except Exception as error:
-        if (stopped := _turned_into(error)) is None:
+        if (stopped := _stop_behind(error)) is None:
             raise
         before.clear()
         raise stopped from None

@@ -1,9 +1,6 @@
 """A training run from configuration to report: probe, plan, check, resume, build, train, export, report.
 
-    TrainConfig -> MachineProfile + ModelShape -> Plan -> Setup -> (drive lease, engine) -> loop.train -> report
-
-Edit this module to change the order of these steps. Nothing is written before the plan has passed all checks. The
-command line imports this module, and with it torch, only after it has a valid configuration.
+Edit this module to change the order of these steps. Nothing is written before the plan has passed all checks.
 """
 
 import gc
@@ -38,10 +35,9 @@ from offload_trainer.run.build import Setup, build_job, with_steps
 from offload_trainer.run.checkpoint import TrainState, read_state
 from offload_trainer.run.directory import Log, hold, run_directory, write_known
 from offload_trainer.run.export import write_final
-from offload_trainer.run.launcher import ECHO, has_launcher
 from offload_trainer.run.loop import Job
 from offload_trainer.run.planning import Planned, plan_run, plan_with_room, shared_plan
-from offload_trainer.run.process_setup import ranks_of_environment
+from offload_trainer.run.process_setup import ECHO, has_launcher, ranks_of_environment
 from offload_trainer.run.signals import waiting
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import bytes_below
@@ -56,10 +52,7 @@ _TELLING = 3  # least number of steps after the warm-up steps for usable timings
 
 
 def train_run(config: TrainConfig, *, instead: Callable[[Job], None] | None = None) -> None:
-    """Train as `config` says. Raises UserError before anything is written, TrainerError after.
-
-    `instead`: called with the Job in place of the training loop, for trials; there is no checkpoint, export or report.
-    """
+    """Train as `config` says, or call `instead` with the Job, for trials. UserError: nothing was written."""
     rank, world = ranks_of_environment()
     log = Log(loud=rank == 0)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -159,9 +152,7 @@ def _join(place: PlacementSection, *, world: int) -> tuple[range, ...]:
     """Join the other ranks and return the ranks of each node. Raises UserError if --gpus says another number."""
     tiered, wished = place.engine_name == "tiered", place.gpus
     if tiered and wished not in (1, world):
-        raise UserError(
-            f"--gpus {wished}, but the launcher has started {world}: leave --gpus out, or start as many ranks"
-        )
+        raise UserError(f"--gpus {wished}, but the launcher has started {world}: leave it out, or start as many ranks")
     if world > 1:
         ranks.join()
     if tiered:
@@ -174,11 +165,7 @@ def _join(place: PlacementSection, *, world: int) -> tuple[range, ...]:
 
 
 def _set_up(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> tuple[Setup, Path | None, bool]:
-    """Plan on rank 0 for every rank, refuse what cannot start, and prepare the data. Collective.
-
-    Return the setup, the checkpoint to resume from, and whether the run has finished already. Writes to the token cache
-    only. Raises UserError also if the ranks differ, or another node lacks memory or disk space.
-    """
+    """Plan, refuse what cannot start, prepare data; return setup, checkpoint, and whether it has finished."""
     alike = config.model_dump(mode="json", exclude={"placement": {"nvme"}})  # nodes may use other drives
     checks.refuse_other_programs(alike)
     first = ranks.everybody().first
@@ -293,25 +280,21 @@ def _train_to_end(setup: Setup, job: Job, *, begins: TrainState | None, checkpoi
                 log.say(f"took, times the plan's seconds: {', '.join(ratios)}")
         if asked.stop:
             ranks.wait_for_all()  # a rank that ended while others still write would end them too
-            farewell = _farewell(state.step, steps, saved=saved, output=output)
             resume.drop(setup)
-            raise (Interrupted if log.loud else PeerFailed)(farewell, code=128 + asked.stop)
+            told, place = f"stopped after step {state.step}", output / "export"
+            if state.step == steps:
+                told += ", the last; the run is complete and saved"
+            elif saved:
+                told += ", everything saved; the same command resumes from there"
+            else:
+                told += f"; the weights are in {place}, but no checkpoint could be made, so the moments are lost: to "
+                told += f"continue from the weights use --model {place} and another --output"
+            raise (Interrupted if log.loud else PeerFailed)(told, code=128 + asked.stop)
         export = ""
         if complete_checkpoints(output / "checkpoints"):
             words = f"offload-train export {quote(str(output))} {quote(f'{output}-hf')} --dtype bf16"
             export = f"; export the model with: {words}"
         log.say(f"done: {steps} steps; {output}{export}")
-
-
-def _farewell(step: int, steps: int, *, saved: bool, output: Path) -> str:
-    if step == steps:
-        return f"stopped after step {step}, the last; the run is complete and saved"
-    if saved:
-        return f"stopped after step {step}, everything saved; the same command resumes from there"
-    return (
-        f"stopped after step {step}; the weights are in {output / 'export'}, but no checkpoint could be made, so the "
-        f"moments are lost: to continue from the weights use --model {output / 'export'} and another --output"
-    )
 
 
 def _run_page(setup: Setup, left: float | None, *, swaps: list[Path]) -> str:

@@ -1,10 +1,7 @@
 """`load` and `offload`: create a Session from a model name or from a module in memory.
 
-    keywords ── TrainConfig ── plan ── lease drives, allocate placements, copy weights ──> Session
-
 Keywords are keys of the configuration without their sections. The plan is made as for the command line, printed, and
-refused with UserError if it does not fit. Errors of the configuration and of the planner name flags and keys, which
-`translate_errors` replaces by keywords.
+refused with UserError if it does not fit; `translate_errors` replaces flags and keys in messages by keywords.
 """
 
 import copy
@@ -55,10 +52,7 @@ from offload_trainer.storage.tensorfile import DTYPES
 
 
 class SessionKeys(TypedDict, total=False):
-    """The keywords of `ot.load` and `ot.offload`: keys of the configuration, which docs/config.md describes.
-
-    A keyword is the last part of its key, except `rule`, which is optim.name, since `name` is the model's.
-    """
+    """Keywords of `ot.load` and `ot.offload`: last parts of keys in docs/config.md; `rule` is optim.name."""
 
     random_init: bool
     overrides: Mapping[str, bool | int | float | str]
@@ -113,10 +107,7 @@ _OF_LOAD = dict.fromkeys(
 
 
 def session_config(name: str | None, given: Mapping[str, Any]) -> TrainConfig:
-    """Return the configuration for the model `name`, or for a module in memory if it is None.
-
-    Without gradient_accumulation_steps, the plan allows for accumulation. Raises UserError for wrong keywords.
-    """
+    """Return the configuration for the model `name`, or for a module in memory if it is None."""
     for key, value in given.items():
         if key not in KEYS:
             near = get_close_matches(key, KEYS, n=1, cutoff=0.5)
@@ -125,16 +116,13 @@ def session_config(name: str | None, given: Mapping[str, Any]) -> TrainConfig:
         if name is None and key in _OF_LOAD and value and value not in ("auto", "model"):
             raise UserError(f"{key}={value!r}: {_OF_LOAD[key]}")
     if given.get("overlap") == "backward":
-        raise UserError(
-            "overlap='backward': in a session, learning rate and clipping factor are known only after the backward; "
-            "use overlap='forward'"
-        )
+        raise UserError("overlap='backward': rate and clipping are known only after it; use overlap='forward'")
     refuse_unwritable([name or ""])
     values: dict[str, dict[str, Any]] = {
         "model": {"activation_checkpointing": "off"} if name is None else {"name": name},
         "placement": {"engine": "tiered"},
         "save": {"every": 1},  # makes the plan count memory for saves
-        "train": {"gradient_accumulation_steps": 2},
+        "train": {"gradient_accumulation_steps": 2},  # the plan allows for accumulation
     }
     for key, value in given.items():
         if key in ("nvme", "freeze") and (value is None or isinstance(value, str | Path | Iterable)):
@@ -206,10 +194,8 @@ def load(
             lambda: resolve_model(config.model, seed=config.train.seed, image_patches=image_patches)
         )
         if source.shape.images and config.model.offload_activations:
-            raise UserError(
-                "offload_activations: the inputs of a vision tower's blocks have other sizes than the text's and are "
-                "not planned: leave it out, or give image_patches=0 if rows hold text alone"
-            )
+            why = "the inputs of a vision tower's blocks are not planned: leave it out, or give image_patches=0"
+            raise UserError(f"offload_activations: {why}")
         planned = _planned(config, source, say=say)
 
         def made(parts: EngineParts, folder: Path) -> _Made:
@@ -266,22 +252,14 @@ def offload(
 
 
 def _joined(say: Say) -> Say:
-    """Join the other ranks that torchrun or accelerate has started, once; return `say`, or on other ranks silence.
-
-    Raises UserError for processes on several machines, and for those that a launcher has not numbered.
-    """
+    """Join the ranks that torchrun or accelerate has started on this machine; return `say`, silent on others than 0."""
     launched = {"RANK", "LOCAL_RANK"} <= os.environ.keys()
     world = ranks_of_environment()[1] if launched else 1
     if dist.is_initialized() and dist.get_world_size() != world:
-        raise UserError(
-            f"torch.distributed has {dist.get_world_size()} processes here, and the environment of this one says "
-            f"{world}: start them with torchrun or accelerate launch"
-        )
+        processes = f"torch.distributed has {dist.get_world_size()} processes, the environment {world}"
+        raise UserError(f"{processes}: start them with torchrun or accelerate launch")
     if int(os.environ.get("LOCAL_WORLD_SIZE", world)) != world > 1:
-        raise UserError(
-            f"{world} processes on several machines: a session trains with those of one machine. The command trains on "
-            "several (docs/scaling.md)"
-        )
+        raise UserError(f"{world} processes on several machines, on which the command alone trains (docs/scaling.md)")
     if world > 1 and place_here()[1] == 1:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -293,9 +271,8 @@ def _joined(say: Say) -> Say:
 
 
 def _planned(config: TrainConfig, source: Any, *, say: Say, moves: int = 0) -> Planned:
-    """Plan the session and print the plan. Raises UserError if it does not fit, or for fp16, which needs loss scaling.
+    """Plan the session, on all ranks alike, and print the plan. `source` has the model's shape.
 
-    All ranks plan with what rank 0 measures, and raise UserError if their plans differ. `source` has the model's shape.
     `moves`: bytes of the model in this process, which are freed while the weights are placed.
     """
     refuse_other_default()
@@ -330,11 +307,7 @@ def _plan_on(machine: MachineProfile, config: TrainConfig, source: Any, *, moves
 
 
 def memory_in_use(machine: MachineProfile, *, moves: int) -> tuple[int, int]:
-    """Return two parts of the host memory that the processes of all ranks use now, in bytes.
-
-    The first is counted again by a plan: its reserve for a process, and `moves`, the bytes of the model in this
-    process. The second is beyond that reserve: the caller's libraries and data.
-    """
+    """Return host memory of all ranks' processes that a plan counts again (`moves` included), and what is beyond."""
     found = psutil.Process().memory_info()
     usual = PROCESS + CUDA_PROCESS * (machine.gpu is not None)
     own = found.rss - found.shared - moves  # mapped files are reclaimable
@@ -349,10 +322,7 @@ _Made = tuple[nn.Module, dict[str, list[nn.Parameter]], Iterator[tuple[str, torc
 
 
 def _session(planned: Planned, made: Callable[[EngineParts, Path], _Made], *, say: Say) -> Session:
-    """Open device, drives and kernels, and place the weights of the module that `made` returns.
-
-    `made` also writes the model's configuration to the directory that it gets, which is copied into each save.
-    """
+    """Open device, drives and kernels, and place the weights of what `made` returns, which writes its configuration."""
     set_malloc_threshold("tiered")
     plan, work = planned.plan, planned.plan.work
     drives = [Path(drive).expanduser() for drive in planned.config.placement.nvme] if plan.uses_drives else []
@@ -383,19 +353,13 @@ def _session(planned: Planned, made: Callable[[EngineParts, Path], _Made], *, sa
 
 
 def shape_of(module: nn.Module, *, blocks: Sequence[str] | None) -> ModelShape:
-    """Return the shape of a module.
-
-    Weights are those of the module; layers, hidden size, vocabulary and context come from its transformers
-    configuration if it has one, and are estimated otherwise. `blocks`: names of modules, or of ModuleLists whose
-    children are the blocks; None: `repeated_blocks`. Raises UserError for an unknown name.
-    """
+    """Return a module's shape, in part estimated. `blocks`: names of blocks or of ModuleLists; None: repeated ones."""
     names = repeated_blocks(module) if blocks is None else []
     parts = dict(module.named_modules())
     for name in blocks or ():
         if name not in parts:
-            raise UserError(
-                f"blocks={name!r}: the module has no submodule of that name; it has {', '.join(list(parts)[1:9])}"
-            )
+            names_here = ", ".join(list(parts)[1:9])
+            raise UserError(f"blocks={name!r}: the module has no submodule of that name; it has {names_here}")
         inner = [f"{name}.{key}".lstrip(".") for key, _ in parts[name].named_children()]
         names += inner if isinstance(parts[name], nn.ModuleList) else [name]
     weights = []
@@ -437,29 +401,19 @@ def _refuse_unusable(module: nn.Module) -> None:
     for name, part in module.named_modules():
         told = f"{name or 'the module'} ({type(part).__name__})"
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
-            raise UserError(
-                f"{told} has max_norm={part.max_norm}, so each forward writes to its weight, and an offloaded weight "
-                "does not keep such changes: set max_norm to None, or scale the rows in your own forward"
-            )
+            why = "which would write to an offloaded weight: set it to None, or scale the rows in your own forward"
+            raise UserError(f"{told} has max_norm={part.max_norm}, {why}")
         if part._compiled_call_impl is not None or "_orig_mod" in part._modules:
-            raise UserError(
-                f"{told} is compiled, but compiled code does not see weights being loaded and released: offload the "
-                "module that was passed to torch.compile. An offloaded model always runs eagerly"
-            )
+            raise UserError(f"{told} is compiled: offload the module that was passed to torch.compile; it runs eagerly")
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise UserError(f"{name} has no shape before the first forward: call the module once before offloading it")
         if tensor.is_meta:
-            raise UserError(
-                f"{name} is on the meta device and has no values: load or initialise it before offloading the module"
-            )
+            raise UserError(f"{name} is on the meta device and has no values: load or initialise it before offloading")
 
 
 def _dtype_of(parameters: dict[str, nn.Parameter], *, given: bool) -> str:
-    """Return the name of the dtype that most parameter elements have.
-
-    Raises UserError for unsupported dtypes, and for several dtypes unless the caller has `given` one.
-    """
+    """Return the dtype of most elements. UserError for unsupported ones, and for several, unless one is `given`."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     found: dict[str, list[str]] = {}
     for name, parameter in parameters.items():
@@ -470,18 +424,12 @@ def _dtype_of(parameters: dict[str, nn.Parameter], *, given: bool) -> str:
         raise UserError("the module has no parameters")
     if len(found) > 1 and not given:
         told = ", ".join(f"{len(its)} in {dtype} ({its[0]})" for dtype, its in found.items())
-        raise UserError(
-            f"the module's parameters have several dtypes, {told}, but all are offloaded in the same one: choose it "
-            f"with dtype={next(iter(found))!r}, if the module's forward works with that"
-        )
+        raise UserError(f"the module has several dtypes, {told}: choose one, such as dtype={next(iter(found))!r}")
     return max(found, key=lambda dtype: sum(parameters[name].numel() for name in found[dtype]))
 
 
 def _keep_configuration(module: nn.Module, folder: Path) -> bool:
-    """Write the configuration of a transformers model to `folder`.
-
-    Return True if transformers builds the same causal language model or image-text model from it.
-    """
+    """Write the configuration of a transformers model; return whether transformers builds this model from it."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "save_pretrained"):
         return False

@@ -1,13 +1,8 @@
 """torch.optim.Optimizer interface of a Session, and the parameters that it trains without offloading them.
 
-Parameter groups and learning-rate schedulers work as usual. `step` runs the session's update. The optimizer's `state`
-holds only parameters that are not offloaded; the session keeps, saves and loads the state of the offloaded ones.
-
-Resident parameters, such as adapters or a value head, belong to the caller and stay in memory. A step treats them
-together with the offloaded ones: one gradient norm, one clipping factor, and the groups of the session's optimizer.
-torch's AdamW updates them. A save stores them in a separate directory, one file per kind of state:
-
-    resident/weight.safetensors  step ...  exp_avg ...  exp_avg_sq ...     by name, each in its dtype
+Those resident parameters, such as adapters or a value head, belong to the caller and stay in memory. A step treats them
+together with the offloaded ones: one gradient norm, one clipping factor, the groups of one optimizer. torch's AdamW
+updates them. A save has them in resident/, one file per kind (weight, step, exp_avg, exp_avg_sq).
 """
 
 from __future__ import annotations
@@ -18,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from offload_trainer.errors import UserError
@@ -31,7 +27,7 @@ from offload_trainer.plan.tiered.state_formats import MOMENTS, UpdateRule
 from offload_trainer.plan.tiers import Item
 from offload_trainer.run.checkpoint import RESIDENT
 from offload_trainer.storage.atomic_io import StoredFile
-from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader
+from offload_trainer.storage.tensorfile import TensorEntry
 from offload_trainer.units import format_bytes
 
 if TYPE_CHECKING:
@@ -40,17 +36,11 @@ if TYPE_CHECKING:
 Groups = Sequence[Mapping[str, Any]]  # an optimizer's param_groups
 State = MutableMapping[torch.Tensor, dict[str, torch.Tensor]]  # an optimizer's state: parameter -> kind -> tensor
 WEIGHT = "weight"
-_SAVES = (
-    "session.save(directory, scheduler, ...) saves masters, moments, steps and groups, and session.resume(directory, "
-    "scheduler, ...) loads them"
-)
+_SAVES = "session.save(directory, scheduler, ...) saves it all, session.resume(directory, scheduler, ...) loads it"
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """Optimizer of a Session, created by `Session.adamw` or `Session.muon`.
-
-    `param_groups` have `lr`, `betas`, `eps` and `weight_decay`. They are read at each step.
-    """
+    """Optimizer of a Session, by `Session.adamw` or `Session.muon`. `param_groups` are read at each step."""
 
     def __init__(self, params: Iterable[Any], *, session: Session, rule: UpdateRule, defaults: dict[str, Any]) -> None:
         """Take the parameters or groups, as torch.optim.Optimizer does, and `defaults` for options that they lack."""
@@ -88,19 +78,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients accumulated since the last step. Raises UserError for set_to_none=False."""
+        """Drop all gradients accumulated since the last step."""
         if not set_to_none:
-            raise UserError(
-                "zero_grad(set_to_none=False) would keep zero gradients, with which a step changes weights that no "
-                "backward reached: leave set_to_none out"
-            )
+            raise UserError("zero_grad(set_to_none=False): zero gradients would change weights; leave set_to_none out")
         self._session._clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state_dict before the first step, when there are no moments; raise UserError afterwards.
-
-        It must work before the first step, because accelerate calls it and loads the result in `prepare`.
-        """
+        """Return torch's state_dict before the first step, as accelerate's `prepare` needs it; UserError afterwards."""
         if (steps := self._session._offloaded.steps_done) and not self.saved_apart:
             raise UserError(
                 f"the optimizer's state_dict() would have no moments of the offloaded weights after {steps} "
@@ -109,10 +93,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state_dict without moments of offloaded parameters, before the first step.
-
-        Raises UserError if it has moments of offloaded parameters, or after the first step.
-        """
+        """Load a state_dict without moments of offloaded parameters, before the first step; else raise UserError."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         saved = dict(zip(numbers, parameters, strict=False))
@@ -128,26 +109,19 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 def with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters that are not offloaded and have a gradient, each once.
-
-    Raises UserError for a sparse gradient.
-    """
+    """Return the parameters that are not offloaded and have a gradient, each once. UserError for a sparse one."""
     held = [p for p in dict.fromkeys(parameters) if not isinstance(p, OffloadedParameter)]
     found = [p for p in held if p.grad is not None]
-    for parameter in found:
-        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-            raise UserError(
-                f"a parameter of shape {tuple(parameter.shape)} got a sparse gradient, which AdamW does not take: make "
-                "its embedding with sparse=False"
-            )
+    for p in found:
+        if p.grad is not None and p.grad.layout is not torch.strided:
+            raise UserError(f"a parameter of shape {tuple(p.shape)} got a sparse gradient: make it with sparse=False")
     return found
 
 
 def norm_of_all(parameters: Iterable[nn.Parameter], offloaded: Mapping[str, torch.Tensor], order: float = 2.0) -> float:
-    """Return the norm of all gradients, combined in the order of `parameters`; 0 if there are none.
+    """Return the norm of the per-gradient norms, combined in the order of `parameters`, as torch's clipping does.
 
-    `offloaded`: norms of the offloaded gradients by weight name. The result equals that of
-    torch.nn.utils.clip_grad_norm_ on a plain model: the norm of the per-gradient norms, on the first one's device.
+    `offloaded`: norms of the offloaded gradients by weight name. The first one's device computes.
     """
     left, norms = dict(offloaded), []
     for parameter in dict.fromkeys(parameters):
@@ -163,10 +137,7 @@ def norm_of_all(parameters: Iterable[nn.Parameter], offloaded: Mapping[str, torc
 
 @torch.no_grad()
 def update_residents(groups: Groups, state: State, *, scale: float) -> None:
-    """Update the resident parameters that have a gradient, in place, with gradients multiplied by `scale`.
-
-    `state` has the layout of torch's AdamW.
-    """
+    """Update the resident parameters in place by AdamW, whose `state` this is, with gradients times `scale`."""
     for group in groups:
         parameters = with_gradient(group["params"])
         for parameter in parameters:
@@ -193,10 +164,7 @@ def broadcast_residents(parameters: Iterable[nn.Parameter], node: Node) -> None:
 
 @torch.no_grad()
 def average_gradients(parameters: Iterable[nn.Parameter], node: Node) -> None:
-    """Set the gradients of parameters that are not offloaded to their means over all ranks. All ranks call it.
-
-    A rank without a gradient counts as zeros, if another rank has one, as in DistributedDataParallel.
-    """
+    """Set gradients of parameters that are not offloaded to their means over all ranks; a missing one is zeros."""
     held = [p for p in dict.fromkeys(parameters) if p.requires_grad and not isinstance(p, OffloadedParameter)]
     have = torch.tensor([float(parameter.grad is not None) for parameter in held])
     with_gradient(held)  # refuses sparse gradients
@@ -235,10 +203,7 @@ def layout_of(residents: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def write_residents(directory: Path, residents: Mapping[str, nn.Parameter], state: State) -> dict[str, StoredFile]:
-    """Write the parameters and their state; return size and CRC-32 of each file for the manifest.
-
-    Raises TrainerError for values that cannot be used.
-    """
+    """Write the parameters and their state; return size and CRC-32 of each file for the manifest."""
     if not residents:
         return {}
     kinds: dict[str, dict[str, torch.Tensor]] = {WEIGHT: dict(residents)}
@@ -254,19 +219,6 @@ def write_residents(directory: Path, residents: Mapping[str, nn.Parameter], stat
 
 
 def read_residents(directory: Path, residents: Mapping[str, nn.Parameter]) -> dict[str, dict[str, torch.Tensor]]:
-    """Read the parameters and their state from a save whose layout was already compared: name -> kind -> tensor.
-
-    Raises UserError if a file has other names or shapes.
-    """
-    found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in residents}
-    for kind in (WEIGHT, "step", *MOMENTS) if residents else ():
-        path = directory / RESIDENT / f"{kind}.safetensors"
-        if not path.exists() and kind != WEIGHT:
-            continue  # saved before the first step
-        with TensorFileReader(path) as file:
-            for name, entry in file.entries.items():
-                here = residents.get(name)
-                if here is None or entry.shape != (() if kind == "step" else tuple(here.shape)):
-                    raise UserError(f"{path}: {name} {list(entry.shape)} is not among the parameters trained here")
-                found[name][kind] = file.read(name)
-    return found
+    """Read the parameters and their state from a save of the same layout: name -> kind -> tensor."""
+    files = {path.stem: load_file(path) for path in (directory / RESIDENT).glob("*.safetensors")} if residents else {}
+    return {name: {kind: tensors[name] for kind, tensors in files.items() if name in tensors} for name in residents}

@@ -1,13 +1,8 @@
 """Methods of a Session: save, resume and export. A save is complete or absent; `offload-train export` can read it.
 
-DIR/MANIFEST.json  state.json  engine.json  run.json  master.safetensors ...   as in a checkpoint (run/checkpoint.py)
-    session.json   the optimizer's groups and the state of schedulers and other objects: plain data
-    model/         the model's configuration, if it has one
-    resident/      trained parameters that are not offloaded (optimizer.py)
-    buffers.safetensors   the module's persistent buffers, if it has any
-
-If all offloaded weights are frozen, a save contains none of them, since they are unchanged since loading. An export can
-merge PEFT's LoRA adapters into the weights, one weight at a time, with PEFT's merge code.
+It is a checkpoint (run/checkpoint.py) with session.json (the optimizer's groups, and the state of schedulers and other
+objects as plain data), resident/ (optimizer.py), and buffers.safetensors, the module's persistent buffers, if any. If
+all offloaded weights are frozen, it contains none of them.
 """
 
 from __future__ import annotations
@@ -78,10 +73,8 @@ def save(session: Session, directory: str | Path, *stateful: Stateful) -> None:
     ]
     state = json.dumps(asdict(_SessionState(groups, states, base=_base(session._offloaded))))
     if len(state) > MOST_BYTES:
-        raise UserError(
-            f"the groups' and the {len(states)} objects' state takes {len(state)} bytes, and a save holds at most "
-            f"{MOST_BYTES}: keep large lists, such as a sampler's order, elsewhere"
-        )
+        most = f"{len(state)} bytes, of {MOST_BYTES} at most: keep large lists, such as a sampler's order, elsewhere"
+        raise UserError(f"the state of the groups and the {len(states)} objects takes {most}")
     residents, buffers, step = optimizer.residents, session._kept_buffers, steps_done(session)
     record = replace(session._record, layout={**session._record.layout, **layout_of({**residents, **buffers})})
     snapshot = session._offloaded.snapshot()
@@ -97,9 +90,7 @@ def save(session: Session, directory: str | Path, *stateful: Stateful) -> None:
         group.first(lambda: _refuse_to_replace(final))
         write_checkpoint(final, snapshot, group, state=TrainState(step, 0, 0), record=record, also=also)
     except OSError as error:
-        raise TrainerError(
-            f"{final} could not be written: {reason(error)}; what was there before is untouched"
-        ) from error
+        raise TrainerError(f"{final} could not be written: {reason(error)}; what was there before stays") from error
     finally:
         snapshot.close()
 
@@ -219,9 +210,7 @@ def _plain(value: Any, where: str) -> Any:
         return [_plain(item, f"{where}[{number}]") for number, item in enumerate(value)]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
-    raise UserError(
-        f"{where}: a save holds plain data (numbers, text, lists of them), and this is {type(value).__name__}"
-    )
+    raise UserError(f"{where} is {type(value).__name__}, and a save holds plain data: numbers, text, lists of them")
 
 
 def _newest(directory: Path) -> Path | None:
@@ -243,11 +232,7 @@ def _newest(directory: Path) -> Path | None:
 
 
 def merging(model: nn.Module) -> Change:
-    """Return a function that merges the active adapters of `model`, if it has any, into a weight.
-
-    The merge is done in the weight's dtype. Raises UserError for parameters that are neither offloaded nor part of an
-    adapter that can be merged.
-    """
+    """Return a function that merges the active adapters of `model`, if any, into a weight, in the weight's dtype."""
     layers: dict[str, list[LoraLayer]] = {}
     merged: set[nn.Parameter] = set()
     if "peft" in sys.modules:  # without an import of PEFT there are no adapters
@@ -264,10 +249,8 @@ def merging(model: nn.Module) -> Change:
         if not isinstance(parameter, OffloadedParameter) and parameter not in merged
     ]
     if left:
-        raise UserError(
-            f"{len(left)} parameters cannot be merged into the model's weights ({left[0]}, ...): use merge=False to "
-            "write the weights without them, and their library's save_pretrained to write them"
-        )
+        instead = "merge=False writes the weights without them, and their library's save_pretrained writes them"
+        raise UserError(f"{len(left)} parameters cannot be merged into the weights ({left[0]}, ...): {instead}")
 
     @torch.no_grad()
     def change(name: str, weight: torch.Tensor) -> torch.Tensor:

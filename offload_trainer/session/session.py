@@ -1,10 +1,4 @@
-"""Session: an offloaded model for a custom training loop, with its optimizer, gradient clipping, saving and export.
-
-with session.micro_batch(last=...):   forward, loss and backward; weights are prefetched, gradients offloaded
-session.clip_grad_norm_(limit)        gradient norm; the clipping factor is applied in the next step
-optimizer.step()                      update, wherever the optimizer state is placed
-session.save, resume, export          methods that `saving.py` defines
-"""
+"""Session: an offloaded model for a custom training loop, with its optimizer, gradient clipping, saving and export."""
 
 from __future__ import annotations
 
@@ -66,10 +60,7 @@ class Session:
         from_config: bool,
         opened: ExitStack,
     ) -> None:
-        """Install the hooks on the model. `opened` is closed with the session.
-
-        `record`: the metadata of its saves. `from_config`: transformers builds the model from the configuration there.
-        """
+        """Install the hooks on the model. `record`: metadata of saves; `opened` is closed with the session."""
         self.model = model
         self.plan = plan
         first = next(iter(offloaded.parameters.values()))[0]
@@ -208,9 +199,7 @@ class Session:
             raise UserError(f"a session has one optimizer: give its groups to the first call of {rule.name}()")
         kept = self._offloaded.store.format.rule
         if rule != kept:
-            raise UserError(
-                f"the session stores {kept.title}'s state: call {kept.name}(), or make it with rule={rule.name!r}"
-            )
+            raise UserError(f"the session stores {kept.title}'s state: call {kept.name}(), or give rule={rule.name!r}")
         if params is None:
             params = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         made = OffloadedOptimizer(params, session=self, rule=rule, defaults=defaults)
@@ -235,9 +224,7 @@ class Session:
         """
         self._refuse_closed()
         if max_norm <= 0:
-            raise UserError(
-                f"clip_grad_norm_({max_norm}): a limit above 0 is needed; float('inf') only computes the norm"
-            )
+            raise UserError(f"clip_grad_norm_({max_norm}): give a limit above 0; float('inf') only computes the norm")
         self._apply_clip()
         norm = self._norm_of_sums()  # taken for any norm_type, so that later gradients are detected
         if norm_type != 2.0:
@@ -273,10 +260,8 @@ class Session:
     def _norms(self, order: float = 2.0) -> dict[str, torch.Tensor]:
         """Return the norms of the offloaded gradients, the means over all ranks, by weight name."""
         if self.world > 1 and not self._counted:
-            raise UserError(
-                f"{self.world} ranks: the backward before a step must be in session.micro_batch(last=True), where the "
-                "ranks exchange gradients"
-            )
+            where = "session.micro_batch(last=True), where ranks exchange gradients"
+            raise UserError(f"{self.world} ranks: the backward before a step must be in {where}")
         return {name: norm / self.world for name, norm in self._offloaded.norms(order).items()}
 
     def _refuse_later_gradients(self) -> None:
@@ -296,10 +281,7 @@ class Session:
 
     @torch.no_grad()
     def _step(self) -> None:
-        """Update all parameters that have gradients, then clear the gradients.
-
-        Raises NonFiniteGradient, with nothing changed, if a gradient holds NaN or infinity.
-        """
+        """Update all parameters with gradients, and clear these. NonFiniteGradient: nothing was changed."""
         self._refuse_closed()
         refuse_written(self._model_parameters)
         arrived, made = self._offloaded.gradients.arrived, self.optimizer
@@ -307,10 +289,7 @@ class Session:
             return  # like torch's optimizers when no parameter has a gradient
         norm = self._norm_of_sums()
         if not isfinite(norm):
-            raise NonFiniteGradient(
-                f"the gradient's norm is {norm}: nothing was changed. The optimizer's zero_grad() drops these "
-                "gradients, so that the next backward starts from zero"
-            )
+            raise NonFiniteGradient(f"the gradient's norm is {norm}: nothing was changed; zero_grad() drops gradients")
         if arrived:
             weights = {name: place.weight for name, (_, place) in self._offloaded.places.items()}
             self._offloaded.step(made.rules(weights), scale=self._clip / self.world)
@@ -372,18 +351,15 @@ class Session:
         return self._offloaded.masters()
 
     def _state_dict(self, *_: Any, destination: Any = None, **words: Any) -> dict[str, Any]:
-        """Return lazily read weights to the state_dict() of an outer module, such as PEFT's, which filters them.
-
-        Called directly, it returns copies on the CPU. Raises UserError if they take more than half of the free memory.
-        """
+        """Return lazily read weights to an outer module's state_dict(), such as PEFT's, else copies, if they fit."""
         if destination is not None:
             return listed(self.model, self.weight, destination=destination, **words)
         size, free = sum(p.nbytes for p in self._model_parameters), psutil.virtual_memory().available
         if 2 * size > free:
+            sizes = f"{format_bytes(size)} of {format_bytes(free)} that are free"
             raise UserError(
-                f"state_dict() would hold all weights of an offloaded model at once, {format_bytes(size)} of "
-                f"{format_bytes(free)} that are free: use session.export(directory) for a model, "
-                "session.save(directory) for a checkpoint, or session.named_weights(), which gives one at a time"
+                f"state_dict() would hold all weights at once, {sizes}: use session.export(directory), "
+                "session.save(directory), or session.named_weights(), which gives one at a time"
             )
         found = listed(self.model, cache(self.weight), **words)  # each tied weight once
         return {name: value.read() if isinstance(value, LazyWeight) else value for name, value in found.items()}
@@ -391,10 +367,7 @@ class Session:
     def _keep_equal(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
     ) -> None:
-        """Before load_state_dict of a module: replace given values that equal those of a weight by the weight itself.
-
-        PEFT saves embeddings together with adapters on them and loads both. Writing other values is refused.
-        """
+        """Before load_state_dict, such as PEFT's: replace values that equal a weight's by itself; refuse others."""
         for name, parameter in module._parameters.items():
             given = state_dict.get(prefix + name)
             if given is None or not isinstance(parameter, OffloadedParameter) or given.shape != parameter.shape:
@@ -414,9 +387,7 @@ class Session:
         found = {name: one for name, one in persistent_buffers(self.model).items() if name in self._buffers}
         for name, buffer in found.items():
             if buffer.dtype not in SAFETENSORS_DTYPES:
-                raise UserError(
-                    f"buffer {name} is {buffer.dtype}, which cannot be written: register it persistent=False"
-                )
+                raise UserError(f"buffer {name} is {buffer.dtype} and cannot be written: register it persistent=False")
         return found
 
     @property
@@ -452,11 +423,7 @@ def listed(
     prefix: str = "",
     keep_vars: bool = False,
 ) -> dict[str, Any]:
-    """Return a state_dict as `nn.Module.state_dict` does, with a LazyWeight for each offloaded weight.
-
-    `read` returns a weight's values by name and is called for every operation on it. The values of embeddings, the
-    output head and vectors can also be written by safetensors, because PEFT may save them together with adapters.
-    """
+    """Return a state_dict of LazyWeights, which `read` by name; safetensors can write those that PEFT saves."""
     found = {} if destination is None else destination
     head = getattr(model, "get_output_embeddings", lambda: None)()
     modules = [module for module in (*model.modules(), head) if isinstance(module, nn.Embedding) or module is head]

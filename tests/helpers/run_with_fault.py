@@ -39,7 +39,7 @@ from plain_engine import PlainEngine
 
 from offload_trainer.cli import main
 from offload_trainer.optim import state_files
-from offload_trainer.run import build
+from offload_trainer.run import build, process_setup
 
 if "LOSS_SCALE" in os.environ:
     state_files.INITIAL_SCALE, state_files.WINDOW = map(int, os.environ["LOSS_SCALE"].split(","))
@@ -181,21 +181,10 @@ def arm(actions: str, moment: str, number: int) -> None:
     setattr(owner, name, armed)
 
 
-def start_ranks_with_the_fault() -> None:
-    from offload_trainer.run import launcher
-
-    start = launcher._Ranks.start
-
-    def start_script(self: Any, command: list[str], *, count: int) -> None:
-        start(self, [sys.executable, __file__, sys.argv[1], *command[command.index("train") :]], count=count)
-
-    launcher._Ranks.start = start_script  # type: ignore[assignment, method-assign]
-
-
 if __name__ == "__main__":
     faults, attempt = sys.argv[1].split(","), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if "--gpus" in sys.argv and "RANK" not in os.environ:
-        start_ranks_with_the_fault()
+        process_setup.COMMAND = [sys.executable, __file__, sys.argv[1], "train"]
     for fault in faults[attempt : attempt + 1] and faults[attempt].split(";"):
         what, _, when = fault.partition("@")
         moment, _, number = when.partition("=")

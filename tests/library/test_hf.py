@@ -17,9 +17,9 @@ from forked_child import in_a_fork
 from hf_trainers import HOMES, STEPS, Ours, arguments, loaded, ours, rows, stock, told, weights
 from huggingface_hub.utils import filter_repo_objects
 from reference_muon import MuonWithAdamW
-from seen_calls import kill_in
+from seen_calls import calls_of, kill_in
 from torch import nn
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer
 
 from offload_trainer import hf, offload
 from offload_trainer.engine.cpu_matmul import use_fp32_products
@@ -59,10 +59,7 @@ def test_logs_and_weights_are_the_stock_trainers(
 
 @pytest.mark.slow
 def test_muon(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """A model loaded with rule="muon" has a Trainer's bits with torch's Muon for the matrices of blocks.
-
-    The gradient norm is logged without clipping too.
-    """
+    """With rule="muon" it has a Trainer's bits with torch's Muon; the gradient norm is logged without clipping too."""
     use_fp32_products(torch.bfloat16)  # Newton-Schulz multiplies bf16 matrices in an fp32 run, too
     words = {"max_steps": 8, "save_strategy": "no", "max_grad_norm": 0.0}
     expected = stock(folder, tmp_path / "stock", **words)
@@ -112,30 +109,18 @@ def test_killed_and_resumed(
         if whole != 10:
             with pytest.raises(UserError, match=r"checkpoint-10 cannot be resumed: its trainer_state\.json is missing"):
                 trainer.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-10"))
-        resumed: list[int] = []
-        trainer.add_callback(_Beginning(resumed))
+        began = calls_of(setattr, trainer, "training_step", lambda *_, **__: trainer.state.global_step)
         trainer.train(resume_from_checkpoint=True)
-        assert resumed == [whole]
+        assert began[0] == whole
         assert told(trainer)[:-1] == expected[:-1]  # the last line's train_loss covers this process's steps only
     assert_same(weights(tmp_path / "run/checkpoint-20"), weights(theirs / "checkpoint-20"))
-
-
-class _Beginning(TrainerCallback):
-    def __init__(self, seen: list[int]) -> None:
-        self.seen = seen
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seen.append(state.global_step)
 
 
 @pytest.mark.slow
 def test_the_best_model_is_loaded_at_the_end(
     folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The best checkpoint is loaded at the end; the metric is reversed, so that it is not the last one.
-
-    Each checkpoint is on the disk before older ones are removed.
-    """
+    """Not the last one, as the metric is reversed. A checkpoint is on the disk before older ones are removed."""
     order: list[str] = []
     sync, rotate = hf.sync_tree, hf.rotate_checkpoints
     monkeypatch.setattr(hf, "sync_tree", lambda folder: (order.append(folder.name), sync(folder)))
@@ -158,36 +143,22 @@ def test_the_best_model_is_loaded_at_the_end(
     assert_same(weights(tmp_path / "ours"), weights(tmp_path / "stock"))
 
 
-class WithSGD(Ours):
-    def create_optimizer(self) -> Any:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        return self.optimizer
-
-
-class WithKind(Ours):
-    @staticmethod
-    def get_optimizer_cls_and_kwargs(*_: Any) -> Any:
-        return torch.optim.SGD, {"lr": 0.1}
+def _with_sgd(trainer: Any, *_: Any) -> Any:
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    return trainer.optimizer
 
 
 class Foreign(Trainer):
     """A Trainer as other projects have them: it takes the model by name only, and may make its optimizer."""
 
+    create_optimizer = _with_sgd
+
     def __init__(self, note: str = "", **words: Any) -> None:
         self.note = note
         super().__init__(**words)
 
-    def create_optimizer(self, *positional: Any) -> torch.optim.Optimizer:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        return super().create_optimizer(*positional)
-
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.create_scheduler(num_training_steps, self.optimizer)
-
-
-class OverForeign(Offloaded, Foreign):
-    pass
+        self.create_scheduler(num_training_steps, _with_sgd(self))
 
 
 class WithRates(Offloaded, Foreign):
@@ -201,16 +172,17 @@ class WithRates(Offloaded, Foreign):
 
 @pytest.mark.slow
 def test_a_trainer_that_makes_its_optimizer(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """A Trainer that modifies the session's optimizer creates it once; another optimizer is refused before training,
-    also one behind the mixin.
-    """
+    """One that modifies the session's optimizer makes it once; another is refused, also behind the mixin."""
     words = {"max_steps": 4, "eval_strategy": "no", "save_strategy": "no"}
     given = {"train_dataset": rows(48)}
     with loaded(folder, drive) as model:
         for wrong, said in (
-            (WithSGD, "create_optimizer of WithSGD makes SGD"),
-            (WithKind, "get_optimizer_cls_and_kwargs of WithKind would not be called"),
-            (OverForeign, "create_optimizer of Foreign would not be called"),
+            (type("Own", (Ours,), {"create_optimizer": _with_sgd}), "create_optimizer of Own makes SGD"),
+            (
+                type("Kind", (Ours,), {"get_optimizer_cls_and_kwargs": None}),
+                "cls_and_kwargs of Kind would not be called",
+            ),
+            (type("Over", (Offloaded, Foreign), {}), "create_optimizer of Foreign would not be called"),
         ):
             with pytest.raises(UserError, match=said):
                 wrong(model=model, args=arguments(tmp_path / "none", **words), **given)
@@ -234,11 +206,14 @@ def test_a_trainer_that_makes_its_optimizer(folder: Path, drive: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_state_dict_has_the_weights_and_holds_none(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """The state_dict of an offloaded model can be hashed, saved and compared without holding the weights."""
+def test_state_dict_and_saves_have_the_weights(folder: Path, drive: Path, tmp_path: Path) -> None:
+    """The state_dict holds no weights, and can be hashed, saved and compared. A second save replaces the first."""
+    out, expected = tmp_path / "out", weights(folder)
+    out.mkdir()
+    (out / "model-00001-of-00002.safetensors").touch()
+    (out / "notes.txt").write_text("mine")
     with loaded(folder, drive) as model:
         found = model.state_dict()
-        expected = weights(folder)
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype)
@@ -248,57 +223,35 @@ def test_state_dict_has_the_weights_and_holds_none(folder: Path, drive: Path, tm
         with pytest.raises(UserError, match=r"data_ptr of an offloaded tensor"):
             found["model.layers.0.mlp.up_proj.weight"].data_ptr()
         torch.save(found, tmp_path / "whole.pt")
-    assert_same(torch.load(tmp_path / "whole.pt"), expected)
-
-
-@pytest.mark.slow
-def test_saved_twice_into_the_same_directory(folder: Path, drive: Path, tmp_path: Path) -> None:
-    (tmp_path / "model-00001-of-00002.safetensors").touch()
-    (tmp_path / "notes.txt").write_text("mine")
-    with loaded(folder, drive) as model:
-        model.save_pretrained(tmp_path)
-        model.save_pretrained(tmp_path)
+        for _ in range(2):
+            model.save_pretrained(out)
         with pytest.raises(UserError, match=r"not variant='fp16'"):
-            model.save_pretrained(tmp_path, variant="fp16")
-    names = {"config.json", "generation_config.json", "model.safetensors", "notes.txt"}
-    assert {path.name for path in tmp_path.iterdir()} == names
-    assert_same(weights(tmp_path), weights(folder))
-    config = json.loads((tmp_path / "config.json").read_text())  # transformers 4 reads it too
+            model.save_pretrained(out, variant="fp16")
+    assert_same(torch.load(tmp_path / "whole.pt"), expected)
+    assert names_in(out) == {"config.json", "generation_config.json", "model.safetensors", "notes.txt"}
+    assert_same(weights(out), expected)
+    config = json.loads((out / "config.json").read_text())  # transformers 4 reads it too
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert config["torch_dtype"] == config["dtype"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ({"bf16": True, "use_cpu": True}, r"bf16=True: .*autocast.*bf16=False"),
-        ({"optim": "adafactor"}, r"optim='adafactor': AdamW alone, adamw_torch or adamw_torch_fused"),
-        ({"torch_compile": True}, r"torch_compile=True: compiled code keeps weights that have moved"),
-        (
-            {"per_device_train_batch_size": 5},
-            r"5 rows in a micro-batch, and the plan counts 4: load\(\.\.\., micro_batch_size=5\)",
-        ),
-        ({"use_liger_kernel": True}, r"use_liger_kernel=True: .*apply liger_kernel to the module before ot\.offload"),
-        ({"auto_find_batch_size": True}, r"auto_find_batch_size=True: .*load\(\.\.\., micro_batch_size=N\)"),
-        (
-            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-            r"gradient_checkpointing_kwargs: use_reentrant=True",
-        ),
-        (
-            {"save_only_model": True, "load_best_model_at_end": True},
-            r"save_only_model with load_best_model_at_end",
-        ),
-    ],
-)
-def test_wrong_arguments_are_refused(words: dict[str, Any], message: str, untrained: Any, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=message):
-        ours(untrained, tmp_path, **words)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"bf16": True, "use_cpu": True}, r"bf16=True: .*autocast.*bf16=False"),
+    ({"optim": "adafactor"}, r"optim='adafactor': AdamW alone, adamw_torch or adamw_torch_fused"),
+    ({"torch_compile": True}, r"torch_compile=True: compiled code keeps weights that have moved"),
+    ({"per_device_train_batch_size": 5}, r"5 rows in a micro-batch, .* counts 4: load\(\.\.\., micro_batch_size=5\)"),
+    ({"use_liger_kernel": True}, r"use_liger_kernel=True: .*apply liger_kernel to the module before ot\.offload"),
+    ({"auto_find_batch_size": True}, r"auto_find_batch_size=True: .*load\(\.\.\., micro_batch_size=N\)"),
+    ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "gradient_checkpointing_kwargs: use_reentrant=True"),
+    ({"save_only_model": True, "load_best_model_at_end": True}, "save_only_model with load_best_model_at_end"),
+]
 
 
-def test_mixed_precision_of_the_environment_is_refused(
-    untrained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`accelerate launch --mixed_precision bf16` sets the variable, and the arguments' bf16 stays False."""
+def test_wrong_arguments_are_refused(untrained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for words, message in REFUSED:
+        with pytest.raises(UserError, match=message):
+            ours(untrained, tmp_path, **words)
+    # `accelerate launch --mixed_precision bf16` sets the variable, and the arguments' bf16 stays False.
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with pytest.raises(UserError, match=r"ACCELERATE_MIXED_PRECISION=bf16: .*autocast"):
         ours(untrained, tmp_path, use_cpu=True)
@@ -329,80 +282,55 @@ def test_saving_a_model_that_is_not_transformers_is_refused(drive: Path, tmp_pat
             Ours(module, arguments(tmp_path, **words), train_dataset=rows(4)).train()
 
 
-# -- switches ----------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_pushes_hold_a_model_and_no_state(
+    folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saves and the end push the stock Trainer's model; checkpoints, with state, only by `save_only_model`."""
+    pushes: list[tuple[str, Path]] = []  # path in the repository, and a copy of what was pushed
 
-
-class Hub:
-    """A hub that keeps each push as a directory, without the files that the caller ignores."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.pushes: list[tuple[str, Path]] = []  # (path in the repository, copy of what was pushed)
-
-    def create_repo(self, name: str, **_: Any) -> SimpleNamespace:
-        return SimpleNamespace(repo_id=name)
-
-    def upload_folder(
-        self, *, folder_path: str, path_in_repo: str = "", ignore_patterns: Any = None, **_: Any
-    ) -> Future[None]:
-        copy = self.root / str(len(self.pushes))
-        source = Path(folder_path)
-        names = [path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()]
-        for name in filter_repo_objects(names, ignore_patterns=ignore_patterns):
+    def upload(*, folder_path: str, path_in_repo: str = "", ignore_patterns: Any = None, **_: Any) -> Future[None]:
+        source, copy = Path(folder_path), tmp_path / f"hub-{len(pushes)}"
+        for name in filter_repo_objects(sorted(names_in(source)), ignore_patterns=ignore_patterns):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source / name, copy / name)
-        self.pushes.append((path_in_repo, copy))
+        pushes.append((path_in_repo, copy))
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    made = Hub(tmp_path / "hub")
     if not hasattr(transformers.trainer, "hf_api"):
         pytest.skip(f"transformers {transformers.__version__} pushes by other functions")
-    monkeypatch.setattr(transformers.trainer, "hf_api", lambda: made)
-    return made
-
-
-PUSHES = {"push_to_hub": True, "hub_model_id": "someone/model", "eval_strategy": "no", "save_steps": 2, "max_steps": 4}
+    hub = SimpleNamespace(create_repo=lambda name, **_: SimpleNamespace(repo_id=name), upload_folder=upload)
+    monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub)
+    words = {"hub_model_id": "someone/model", "eval_strategy": "no", "save_steps": 2, "max_steps": 4}
+    expected = stock(folder, tmp_path / "stock", **words)
+    expected.train()
+    words["push_to_hub"] = True
+    with loaded(folder, drive) as model:
+        trainer = ours(model, tmp_path / "ours", **words)
+        trainer.train()
+        trainer.push_to_hub()
+        assert (tmp_path / "ours/checkpoint-2/offload").is_dir()
+    files = {"config.json", "generation_config.json", "model.safetensors", "training_args.bin"}
+    assert [place for place, _ in pushes] == ["", "", ""]
+    assert [names_in(copy) for _, copy in pushes] == [files, files, files | {"README.md"}]
+    for (_, copy), step in zip(pushes, (2, 4, 4), strict=True):
+        assert_same(weights(copy), weights(tmp_path / f"stock/checkpoint-{step}"))
+        AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32)
+    for strategy, place in (("checkpoint", "last-checkpoint"), ("all_checkpoints", "checkpoint-2")):
+        words |= {"hub_strategy": strategy, "max_steps": 2}
+        pushes.clear()
+        with loaded(folder, drive) as model:
+            said = rf"hub_strategy='{strategy}': .*'every_save' or 'end'.*save_only_model=True"
+            with pytest.raises(UserError, match=said):
+                ours(model, tmp_path / strategy, **words)
+            ours(model, tmp_path / strategy, **words, save_only_model=True).train()
+        found = {name: names_in(copy) for name, copy in pushes}
+        assert found.keys() == {"", place}
+        assert "trainer_state.json" in found[place]
+        assert not any("offload" in name for name in found[place])
 
 
 def names_in(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.mark.slow
-def test_pushes_hold_a_model_and_no_state(folder: Path, drive: Path, hub: Hub, tmp_path: Path) -> None:
-    """Each save and the end push the stock Trainer's model, which transformers loads, and nothing of the session."""
-    with loaded(folder, drive) as model:
-        trainer = ours(model, tmp_path / "ours", **PUSHES)
-        trainer.train()
-        trainer.push_to_hub()
-        assert (tmp_path / "ours/checkpoint-2/offload").is_dir()
-    expected = stock(folder, tmp_path / "stock", **(PUSHES | {"push_to_hub": False}))
-    expected.train()
-    files = {"config.json", "generation_config.json", "model.safetensors", "training_args.bin"}
-    assert [place for place, _ in hub.pushes] == ["", "", ""]
-    assert [names_in(copy) for _, copy in hub.pushes] == [files, files, files | {"README.md"}]
-    for (_, copy), step in zip(hub.pushes, (2, 4, 4), strict=True):
-        assert_same(weights(copy), weights(tmp_path / f"stock/checkpoint-{step}"))
-        AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "place"), [("checkpoint", "last-checkpoint"), ("all_checkpoints", "checkpoint-2")]
-)
-def test_pushes_of_checkpoints(strategy: str, place: str, folder: Path, drive: Path, hub: Hub, tmp_path: Path) -> None:
-    words = PUSHES | {"hub_strategy": strategy, "max_steps": 2}
-    said = rf"hub_strategy='{strategy}': .*'every_save' or 'end'.*save_only_model=True"
-    with loaded(folder, drive) as model:
-        with pytest.raises(UserError, match=said):
-            ours(model, tmp_path / "ours", **words)
-        ours(model, tmp_path / "ours", **words, save_only_model=True).train()
-    found = {name: names_in(copy) for name, copy in hub.pushes}
-    assert found.keys() == {"", place}
-    assert "trainer_state.json" in found[place]
-    assert not any("offload" in name for name in found[place])

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from transformers import (
     AutoModelForImageTextToText,
     IdeficsConfig,
     LlavaConfig,
-    PreTrainedModel,
     Qwen3_5Config,
     ShieldGemma2Config,
     ShieldGemma2ForImageClassification,
@@ -36,7 +36,6 @@ from offload_trainer.errors import UserError
 from offload_trainer.model.images import refuse_other_losses
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.memory import image_part
-from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import workload
 from offload_trainer.run.export import export
 from offload_trainer.run.planning import model_of
@@ -62,26 +61,13 @@ MODELS = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[Batch]]]:
     """Return a function that returns the directory of a small model and batches for it."""
-    made: dict[str, tuple[Path, list[Batch]]] = {}
 
+    @cache
     def of(name: str) -> tuple[Path, list[Batch]]:
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name) / "model"
-            made[name] = folder, image_model(folder, name, batches=STEPS * ACCUMULATE)
-        return made[name]
+        folder = tmp_path_factory.mktemp(name) / "model"
+        return folder, image_model(folder, name, batches=STEPS * ACCUMULATE)
 
     return of
-
-
-def in_memory(
-    folder: Path, data: Sequence[Batch], freeze: Sequence[str] = ()
-) -> tuple[list[Any], PreTrainedModel, Callable[[Any, int], torch.Tensor]]:
-    """Train in plain torch; return the steps, the model, and the function that returns a micro-batch's loss."""
-    model = opened(folder).train()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not any(re.search(pattern, name) for pattern in freeze))
-    loss_of = lambda model, number: model(**data[number]).loss  # noqa: E731
-    return by_torch(model, loss_of, steps=STEPS), model, loss_of
 
 
 def by_session(session: ot.Session, loss_of: Callable[[Any, int], torch.Tensor]) -> list[Any]:
@@ -118,12 +104,20 @@ PROCESSOR = {
 def test_a_loop_with_images_has_the_bits_of_torch(
     name: str, tower: str, home: str, models: Callable[[str], Any], drive: Path, tmp_path: Path
 ) -> None:
-    """An export, and that of a save, load with the logits, the class, and the processor's files."""
+    """Exports of sessions and saves have logits, class and processor's files; a module in memory is trained too."""
     folder, data = models(name)
     for file, text in PROCESSOR.items():
         (folder / file).write_text(text)
     freeze = [MODELS[name]] if tower == "frozen" else []
-    expected, model, loss_of = in_memory(folder, data, freeze)
+    model = opened(folder).train()
+    for weight, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(re.search(pattern, weight) for pattern in freeze))
+
+    def loss_of(model: Any, number: int) -> torch.Tensor:
+        loss: torch.Tensor = model(**data[number]).loss
+        return loss
+
+    expected = by_torch(model, loss_of, steps=STEPS)
     with ot.load(folder, freeze=freeze, **session_keys(data, drive, **HOMES[home])) as session:
         assert by_session(session, loss_of) == expected
         parameters, before = dict(model.named_parameters()), dict(opened(folder).named_parameters())
@@ -146,25 +140,17 @@ def test_a_loop_with_images_has_the_bits_of_torch(
         names = {key.partition(".")[0]: key for key in weights(tmp_path / "out")}
         assert names["vision_tower"].startswith("vision_tower.vision_model.")
         assert names["language_model"].startswith(("language_model.model.", "language_model.lm_head."))
-
-
-@pytest.mark.slow
-def test_a_module_in_memory(models: Callable[[str], Any], drive: Path, tmp_path: Path) -> None:
-    """`ot.offload` trains the module that transformers has loaded, and exports it in the layout of the hub."""
-    folder, data = models("Llava")
-    expected, model, loss_of = in_memory(folder, data)
-    with ot.offload(opened(folder), nvme=drive, say=lambda _: None, kernel="torch", **HOMES["on the drive"]) as session:
-        assert by_session(session, loss_of) == expected
-        session.export(tmp_path / "out", dtype="fp32")
-    assert_same(dict(opened(tmp_path / "out").named_parameters()), dict(model.named_parameters()))
+    if name == "Llava" and not freeze:
+        keys: dict[str, Any] = {"nvme": drive, "say": lambda _: None, "kernel": "torch", **HOMES[home]}
+        with ot.offload(opened(folder), **keys) as session:
+            assert by_session(session, loss_of) == expected
+            session.export(tmp_path / "of a module", dtype="fp32")
+        assert_same(dict(opened(tmp_path / "of a module").named_parameters()), parameters)
 
 
 @pytest.mark.slow
 def test_weights_of_a_classifier_around_an_image_text_model(drive: Path, tmp_path: Path) -> None:
-    """ShieldGemma 2's weights are read as its classifier reads them, and the classifier reads an export.
-
-    The rules that transformers has for the names of the classifier's weights do not fit the model that is trained.
-    """
+    """ShieldGemma 2's weights are read as its classifier reads them, and the classifier reads an export."""
     model = AutoModelForImageTextToText.from_config(tiny_config(ShieldGemma2Config), dtype=torch.float32)
     model.save_pretrained(tmp_path / "model")
     expected = dict(model.named_parameters())
@@ -297,26 +283,20 @@ def test_the_command_trains_on_text_alone(models: Callable[[str], Any], drive: P
 # -- what a plan counts -----------------------------------------------------------------------------------------------
 
 
-def activations(plan: Plan) -> int:
-    return sum(item.bytes for item in plan.items if "activations" in item.name or item.name == "block inputs")
-
-
-def planned(folder: Path, data: Sequence[Batch], drive: Path, **keys: Any) -> Plan:
-    with ot.load(folder, **session_keys(data, drive, **keys)) as session:
-        return session.plan
-
-
 @pytest.mark.slow
 def test_images_are_counted(models: Callable[[str], Any], drive: Path) -> None:
     """More patches need more memory, a trained tower more than a frozen one, and the plan says how many are counted."""
     folder, data = models("Llava")
-    few, many, more = (planned(folder, data, drive, image_patches=count) for count in (0, 1000, 4000))
-    frozen = planned(folder, data, drive, image_patches=4000, freeze=["vision_tower"])
-    assert activations(few) < activations(many) < activations(frozen) < activations(more)
-    assert not any(note.startswith("images:") for note in few.notes)
-    assert any(note.startswith("images: 4000 patches a row are counted, as image_patches says") for note in more.notes)
-    auto = planned(folder, data, drive, image_patches="auto")
-    assert any("17 of one image or 1.06 for each token" in note for note in auto.notes)
+    counted, notes = [], []
+    for patches, freeze in ((0, ()), (1000, ()), (4000, ("vision_tower",)), (4000, ()), ("auto", ())):
+        with ot.load(folder, freeze=freeze, **session_keys(data, drive, image_patches=patches)) as session:
+            items = [item for item in session.plan.items if "activations" in item.name or item.name == "block inputs"]
+            counted.append(sum(item.bytes for item in items))
+            notes.append([note for note in session.plan.notes if note.startswith("images:")])
+    assert counted[:4] == sorted(set(counted[:4]))
+    assert notes[0] == []
+    assert notes[3][0].startswith("images: 4000 patches a row are counted, as image_patches says")
+    assert "17 of one image or 1.06 for each token" in notes[4][0]
 
 
 @pytest.mark.slow

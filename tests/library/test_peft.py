@@ -61,28 +61,18 @@ def references(folder: Path) -> Callable[[str, str], tuple[list[Any], PeftModel]
 
 
 LOOPS = [("resident", "DoRA"), ("in RAM", "plain"), ("on the drive", "DoRA"), ("on the drive", "dropout")]
-
-
-@pytest.mark.parametrize(("home", "kind"), LOOPS)
-def test_a_loop_has_the_bits_of_plain_peft(
-    home: str, kind: str, folder: Path, references: Any, drive: Path, tmp_path: Path
-) -> None:
-    """Losses, norms, adapters, and exports with and without merging have plain PEFT's bits."""
-    assert_loop_is_pefts(home, kind, "model", folder, references, drive, tmp_path)
+ROUNDED = [("nf4", "all"), ("int8", "DoRA")]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's")
-@pytest.mark.parametrize(("base", "kind"), [("nf4", "all"), ("int8", "DoRA")])
-@pytest.mark.parametrize("home", HOMES)
-def test_a_loop_is_pefts_over_the_rounded_base(
+@pytest.mark.parametrize(
+    ("base", "home", "kind"),
+    [("model", *loop) for loop in LOOPS] + [(base, home, kind) for base, kind in ROUNDED for home in HOMES],
+)
+def test_a_loop_has_the_bits_of_plain_peft(
     home: str, kind: str, base: str, folder: Path, references: Any, drive: Path, tmp_path: Path
 ) -> None:
-    assert_loop_is_pefts(home, kind, base, folder, references, drive, tmp_path)
-
-
-def assert_loop_is_pefts(
-    home: str, kind: str, base: str, folder: Path, references: Any, drive: Path, tmp_path: Path
-) -> None:
+    """Losses, norms, adapters, and exports with and without merging have plain PEFT's bits, over a rounded base too."""
     expected, reference = references(kind, base)
     with opened(folder, drive, base, home=home) as session:
         model = adapted(session.model, **KINDS[kind])
@@ -131,9 +121,7 @@ def test_in_bf16_merged_weights_are_pefts_too(folder: Path, drive: Path, tmp_pat
 def test_resumed_in_another_placement_it_has_the_same_bits(
     base: str, keys: dict[str, Any], folder: Path, drive: Path, tmp_path: Path
 ) -> None:
-    """Offloaded norms and adapters share one optimizer and norm. The resumed session has another placement and newly
-    initialised adapters.
-    """
+    """Norms that are offloaded share one optimizer with the adapters, which are new when it resumes."""
     reference = with_norms(adapted(plain(folder, base)))
     expected = by_torch(reference)
     with opened(folder, drive, base, freeze=ALL_BUT_NORMS, **keys) as session:
@@ -154,20 +142,15 @@ def test_resumed_in_another_placement_it_has_the_same_bits(
     assert_same(plain(tmp_path / "merged").state_dict(), reference.merge_and_unload().state_dict())
 
 
-@pytest.fixture
-def save(folder: Path, drive: Path, tmp_path: Path) -> Path:
-    """Return a save after two steps of LoRA over a frozen base."""
+@pytest.mark.slow
+def test_a_save_holds_adapters_and_other_ones_refuse_it(folder: Path, drive: Path, tmp_path: Path) -> None:
+    """It holds adapters by name and no frozen base, so the export command and another base refuse it too."""
+    save, other = tmp_path / "save", model_folder(tmp_path / "other", initializer_range=0.03)
     with opened(folder, drive) as session:
         model = adapted(session.model)
         optimizer = session.adamw(model.parameters(), lr=1e-2)
         list(trained(model, optimizer, one_cycle(optimizer), session=session, steps=2))
-        session.save(tmp_path / "save")
-    return tmp_path / "save"
-
-
-@pytest.mark.slow
-def test_what_a_save_holds(save: Path, folder: Path, tmp_path: Path) -> None:
-    """A save holds adapters by name and no frozen base, and the export command refuses it."""
+        session.save(save)
     held = {path.stem: load_file(path) for path in (save / "resident").iterdir()}
     assert held.keys() == {"weight", "step", "exp_avg", "exp_avg_sq"}
     assert all(len(tensors) == 12 for tensors in held.values())
@@ -176,11 +159,6 @@ def test_what_a_save_holds(save: Path, folder: Path, tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in save.rglob("*.safetensors")) < 50_000
     with pytest.raises(ot.UserError, match="beside the model's weights"):
         export(save, tmp_path / "out", dtype="fp32", check=False)
-
-
-@pytest.mark.slow
-def test_other_adapters_and_another_base_are_refused(save: Path, folder: Path, drive: Path, tmp_path: Path) -> None:
-    other = model_folder(tmp_path / "other", initializer_range=0.03)
     cases: tuple[tuple[Path, str, dict[str, Any] | None, str], ...] = (
         (folder, "model", {"r": 8}, r"lora_A\.default\.weight: it has .*4, 64.*, this run .*8, 64"),
         (folder, "model", None, "it has .*, this run none"),
@@ -230,8 +208,9 @@ def test_a_step_updates_both_or_neither(folder: Path, drive: Path) -> None:
         backward()
         session.clip_grad_norm_(1e-3)
         adapter.grad.mul_(2)
-        with pytest.raises(ot.UserError, match="after clip_grad_norm_"):
-            optimizer.step()
+        for refused in (optimizer.step, lambda: session.clip_grad_norm_(1.0)):
+            with pytest.raises(ot.UserError, match="after clip_grad_norm_"):
+                refused()
         optimizer.zero_grad()
         backward()
         optimizer.step()
@@ -240,7 +219,7 @@ def test_a_step_updates_both_or_neither(folder: Path, drive: Path) -> None:
 
 
 @pytest.mark.slow
-def test_other_trained_parameters_are_counted(folder: Path, drive: Path) -> None:
+def test_other_trained_parameters_are_counted(folder: Path, drive: Path, tmp_path: Path) -> None:
     """adamw() counts values, gradients and two moments of extra parameters, and refuses those that do not fit."""
     with opened(folder, drive) as session:
         planned = session.plan
@@ -254,11 +233,6 @@ def test_other_trained_parameters_are_counted(folder: Path, drive: Path) -> None
         large = nn.Parameter(torch.empty(1, device="meta").expand(1 << 44))
         with pytest.raises(ot.UserError, match=r"for the other trained parameters this does not fit: ram needs"):
             session.adamw([large])
-
-
-@pytest.mark.slow
-def test_nothing_to_train_and_unmergeable_adapters_are_refused(folder: Path, drive: Path, tmp_path: Path) -> None:
-    with opened(folder, drive) as session:
         with pytest.raises(ot.UserError, match="nothing to train"):
             session.adamw(session.model.parameters())
         adapted(session.model, lora_bias=True, target_modules=["q_proj"])
@@ -267,12 +241,6 @@ def test_nothing_to_train_and_unmergeable_adapters_are_refused(folder: Path, dri
 
 
 # -- the Trainer -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_base_with_state_is_refused(folder: Path, drive: Path, tmp_path: Path) -> None:
-    with loaded(folder, drive) as base, pytest.raises(UserError, match=r"freeze"):
-        Ours(adapted(base), arguments(tmp_path), train_dataset=rows(48), eval_dataset=rows(6))
 
 
 SAVED: dict[str, dict[str, Any]] = {  # each is saved, loaded by PEFT, and resumed by the Trainer
@@ -346,19 +314,15 @@ def test_prompts_and_scales_in_a_bare_loop(kind: str, folder: Path, drive: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_adapters_that_change_or_copy_the_base_are_refused(folder: Path, drive: Path, tmp_path: Path) -> None:
+    for changes, message in (
         ({"modules_to_save": ["lm_head"]}, "cannot be copied"),
         ({"init_lora_weights": "pissa"}, "q_proj.weight"),
         ({"layer_replication": [[0, 2], [1, 3]]}, "cannot be copied"),
-    ],
-)
-def test_adapters_that_change_or_copy_the_base_are_refused(
-    changes: dict[str, Any], message: str, folder: Path, drive: Path, tmp_path: Path
-) -> None:
-    with loaded(folder, drive, freeze=FROZEN) as base, pytest.raises(UserError, match=message):
-        Ours(adapted(base, **changes), arguments(tmp_path, eval_strategy="no"), train_dataset=rows(8))
+        ({}, "freeze"),  # of a base that was loaded with state
+    ):
+        with loaded(folder, drive, freeze=FROZEN if changes else []) as base, pytest.raises(UserError, match=message):
+            short(Ours, adapted(base, **changes), tmp_path)
 
 
 class WithValue(nn.Module):

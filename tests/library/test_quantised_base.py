@@ -1,6 +1,4 @@
-"""Tests of a quantised base: its bytes, memory and stored forms, what is quantised, and what is refused; test_peft.py
-trains adapters over it.
-"""
+"""Tests of a quantised base: bytes, memory, stored forms, what is quantised or refused; test_peft.py trains over it."""
 
 from collections import Counter
 from dataclasses import replace
@@ -184,26 +182,18 @@ def test_a_quantised_weight_cannot_be_written(folder: Path, drive: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("freeze", [[], ["embed_tokens"]])
-def test_a_base_without_frozen_matrices_is_refused(freeze: list[str], folder: Path, drive: Path) -> None:
+def test_a_base_that_cannot_be_quantised_is_refused(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without frozen matrices, without bitsandbytes, by the command, by other engines, and of a module in memory."""
     said = r"^base=nf4 quantises frozen matrices of the model's blocks, and none is frozen: add freeze="
-    with pytest.raises(ot.UserError, match=said):
-        ot.load(folder, nvme=drive, freeze=freeze, base="nf4", say=lambda _: None)
-
-
-@pytest.mark.slow
-def test_without_bitsandbytes_the_plan_says_what_to_install(
-    folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    for freeze in ([], ["embed_tokens"]):
+        with pytest.raises(ot.UserError, match=said):
+            ot.load(folder, nvme=drive, freeze=freeze, base="nf4", say=lambda _: None)
     here = api.machine_here
-    monkeypatch.setattr(api, "machine_here", lambda *given: replace(here(*given), packages=()))
-    said = r"base=\"?nf4\"? needs bitsandbytes, which is not installed: pip install 'bitsandbytes>="
-    with pytest.raises(ot.UserError, match=said):
-        ot.load(folder, nvme=drive, freeze=["."], base="nf4", say=lambda _: None)
-
-
-@pytest.mark.slow
-def test_the_command_other_engines_and_modules_in_memory_refuse_it(folder: Path) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "machine_here", lambda *given: replace(here(*given), packages=()))
+        said = r"base=\"?nf4\"? needs bitsandbytes, which is not installed: pip install 'bitsandbytes>="
+        with pytest.raises(ot.UserError, match=said):
+            ot.load(folder, nvme=drive, freeze=["."], base="nf4", say=lambda _: None)
     words = ["--model", str(folder), "model.freeze=['.']", "model.base=nf4"]
     with pytest.raises(UserError, match=r"does not train: use the library"):
         plan_run(load_config(words))

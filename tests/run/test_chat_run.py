@@ -16,7 +16,6 @@ from offload_trainer.data.rows import RowReader
 from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.run.export import export
 
-STEERING = "\x1b[2J\x1b]0;title\x07\x9b\u202e"
 WORDS = [*TINY, "--steps", "6", "--save-every", "2", "data.validation=0.2", "--lr", "1e-2"]
 
 
@@ -123,24 +122,14 @@ def test_tokens_are_those_of_the_conversations(packing: str, ranks: int, chat: P
 
 @pytest.mark.slow
 def test_prepare_shows_where_conversations_of_a_packed_row_begin(tmp_path: Path) -> None:
-    """The shown row marks each conversation, prints text of any script, and escapes control codes."""
-    asked = ["Что?", "为什么", f"لماذا{STEERING}"]
-    talks = [turns(question, "Да.\n") for question in asked]
     file = tmp_path / "chat.jsonl"
-    file.write_text(lines({"messages": talk} for talk in talks))
+    file.write_text(lines({"messages": turns(question, "Да.\n")} for question in ("Что?", "为什么", "لماذا")))
     words = [*WORDS, "--data", file, f"data.cache={tmp_path}", "data.packing=on", "data.validation=0"]
     printed = ask("prepare", *words, "--seq-len", "256").stderr
-    shown = printed[printed.index("the first row:") :].splitlines()
-    told = [line.strip() for line in shown if line.startswith("  ")]
-    assert told[:3] == [
-        "conversation 1 of 3:",
-        r"given    'User: Что?\nAssistant:'",
-        r"learned  ' Да.\n<|endoftext|>'",
-    ]
+    told = [line.strip() for line in printed[printed.index("the first row:") :].splitlines() if line.startswith("  ")]
+    first = ["conversation 1 of 3:", r"given    'User: Что?\nAssistant:'", r"learned  ' Да.\n<|endoftext|>'"]
+    assert told[:3] == first
     assert [line for line in told if line.startswith("conversation")] == [f"conversation {n} of 3:" for n in (1, 2, 3)]
     assert any("为什么" in line for line in told)
-    (last,) = (line for line in told if "لماذا" in line)
-    assert r"\x1b[2J\x1b]0;title\x07\x9b\u202e" in last
     assert told[-1].startswith("padding ")
     assert "an epoch: 1 rows are 1 steps of 2 (--micro-batch x --accumulate x ranks); --steps 6 is 12 epochs" in printed
-    assert all(letter.isprintable() for letter in printed.replace("\n", ""))

@@ -10,7 +10,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.run import checkpoint
 from offload_trainer.run.checkpoint import read_manifest
 from offload_trainer.storage.atomic_io import bytes_below
-from offload_trainer.storage.retention import bytes_that_go, complete_checkpoints, find_resume, remove_leftovers
+from offload_trainer.storage.retention import bytes_that_go, complete_checkpoints, find_resume
 
 
 @pytest.mark.parametrize("file", ["state.json", "MANIFEST.json", "master.safetensors"])
@@ -58,18 +58,3 @@ def test_only_named_checkpoints_are_pruned_or_resumed(tmp_path: Path) -> None:
     assert "step-00000002 is not pruned: notes.txt in it is not the checkpoint's" in told
     assert "step-00000003 is not pruned: it is a link" in told
     assert bytes_that_go(root) == bytes_below(root / "step-00000006") > 0
-
-
-def test_only_leftovers_of_a_killed_prune_are_removed(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    root = tmp_path / "checkpoints"
-    second = save(tmp_path, 2)
-    killed = second.rename(root / ".step-00000002.pruned")
-    (killed / "master.safetensors").unlink()
-    (root / ".step-00000007.pruned").mkdir()
-    (root / ".step-00000007.pruned/work").write_text("precious")
-    remove_leftovers(root)
-    assert sorted(path.name for path in root.iterdir()) == [".step-00000007.pruned", "step-00000001"]
-    (root / ".step-00000008.tmp").symlink_to(tmp_path)
-    with pytest.raises(TrainerError, match=r"\.step-00000008\.tmp is in the way of step-00000008 and stays: it is a"):
-        remove_leftovers(root)

@@ -1,8 +1,4 @@
-"""Tests of faults of disks and drives: a message, no loss, and a rerun that continues.
-
-After each, the newest checkpoint is complete, and the same command ends with the losses, norms, master weights and
-moments of an undisturbed run, bit for bit.
-"""
+"""Tests of faults of disks and drives: a message, no loss, and a rerun with the bits of an undisturbed run."""
 
 import re
 import subprocess

@@ -1,16 +1,13 @@
-"""Tests of the launcher: the rank whose end it reports, signals that it passes on, and ranks that outlive it.
-
-Ranks that differ are refused before anything is written, with the difference named.
-"""
+"""Tests of the launcher: the rank whose end it reports, signals that it passes on, ranks that outlive it or differ."""
 
 import os
 import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -21,10 +18,11 @@ from forked_ranks import call_ranks
 
 from offload_trainer import ranks
 from offload_trainer.errors import LOST, UserError
-from offload_trainer.run import checks, launcher
+from offload_trainer.run import checks
+from offload_trainer.run import process_setup as launcher
 from offload_trainer.run.checkpoint import read_manifest
 from offload_trainer.run.checks import refuse_other_data, refuse_other_programs
-from offload_trainer.run.launcher import first_failure
+from offload_trainer.run.process_setup import first_failure
 from offload_trainer.run.train import _join
 from offload_trainer.settings import load_config
 from offload_trainer.storage.manifest import MANIFEST
@@ -48,37 +46,34 @@ def test_a_launcher_that_was_stopped_beyond_its_timeout_sends_nothing(monkeypatc
     """Then Python's sigtimedwait returns memory that nobody has set."""
     monkeypatch.setattr(signal, "sigtimedwait", lambda *_: SimpleNamespace(si_signo=-(2**20)))
     rank = Mock(poll=lambda: 0)
-    assert launcher._Ranks({signal.SIGCHLD}, set(), living={0: rank}).wait() == {}
+    assert launcher.wait_for({0: rank}, {signal.SIGCHLD}) == ({}, 0)
     rank.send_signal.assert_not_called()
 
 
 @pytest.mark.slow
-def test_ranks_that_cannot_train_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_have_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="--gpus 3, but the launcher has started 2"):
         _join(load_config(["--gpus", "3"]).placement, world=2)
-
-
-@pytest.mark.slow
-def test_nodes_have_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-
-    def of(*local: int) -> tuple[range, ...]:
-        monkeypatch.setattr(ranks, "place_here", lambda: (0, len(local)))
-        monkeypatch.setattr(ranks, "all_gather_json", lambda _: list(local))
-        return ranks.nodes()
-
-    assert of(0) == (range(1),)
-    assert of(0, 1, 2) == (range(3),)
-    assert of(0, 1, 0, 1) == (range(2), range(2, 4))
-    assert of(0, 0, 0) == (range(1), range(1, 2), range(2, 3))
-    for uneven in ((0, 0, 1), (0, 1, 2, 0), (1, 0)):
-        with pytest.raises(UserError, match="not as many on every node"):
-            of(*uneven)
+    for local, nodes in (
+        ((0,), (range(1),)),
+        ((0, 1, 2), (range(3),)),
+        ((0, 1, 0, 1), (range(2), range(2, 4))),
+        ((0, 0, 0), (range(1), range(1, 2), range(2, 3))),
+        *((uneven, None) for uneven in ((0, 0, 1), (0, 1, 2, 0), (1, 0))),
+    ):
+        monkeypatch.setattr(ranks, "place_here", lambda local=local: (0, len(local)))
+        monkeypatch.setattr(ranks, "all_gather_json", lambda _, local=local: list(local))
+        if nodes:
+            assert ranks.nodes() == nodes
+        else:
+            with pytest.raises(UserError, match="not as many on every node"):
+                ranks.nodes()
 
 
 @pytest.mark.slow
 def test_a_launcher_says_where_the_next_start_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def told(failed: dict[int, int], *, stopped: int = 0) -> int:
-        return launcher._report_failure(failed, ["--gpus", "2", "--output", str(tmp_path)], stopped=stopped)
+        return launcher._report_failure(failed, stopped, ["--gpus", "2", "--output", str(tmp_path)])
 
     killed = {1: -signal.SIGKILL}
     for kept, where in (
@@ -161,9 +156,7 @@ def test_the_launcher_ends_ranks_and_passes_signals_on(
         # Long enough for a busy machine where the ranks react, and shorter than a save where they must be left to it.
         launcher._GRACE = 0.5 if fault == "saves" else 4
         sys.modules["offload_trainer.run.resume"] = SimpleNamespace(resume_hint=lambda words: "it goes on")
-        ranks = launcher._Ranks
-        start, argv = ranks.start, [sys.executable, "-c", RANK, str(tmp_path), fault]
-        ranks.start = lambda self, command, *, count: start(self, argv, count=count)
+        launcher.COMMAND = [sys.executable, "-c", RANK, str(tmp_path), fault]
         return launcher.run_ranks([], count=2)
 
     assert in_a_fork(work) == code
@@ -230,23 +223,19 @@ def test_ranks_of_different_commands_do_not_begin(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def others(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
-    """Pretend that there are three ranks, of which this is the first and the last reports `changed` facts."""
-    monkeypatch.setattr(checks, "all_gather_json", lambda mine: [mine, mine, mine | changed])
-    monkeypatch.setattr(checks, "place_here", lambda: (0, 3))
-
-
 @pytest.mark.slow
 def test_another_program_and_other_data_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    others(monkeypatch, **{"torch": "2.1", "CPU instruction set (torch)": "Z80"})
-    with pytest.raises(UserError, match="every rank with the same command") as refused:
-        refuse_other_programs(load_config([]).model_dump(mode="json"))
-    assert f"torch: rank 2 has 2.1, rank 0 {torch.__version__}" in str(refused.value)
-    assert "CPU instruction set (torch): rank 2 has Z80, rank 0 " in str(refused.value)
-    identity, layout = {"tokens": 5, "text": 1234}, {"a": {"shape": [2], "trained": True}}
-    others(monkeypatch, text=77)
-    with pytest.raises(UserError, match="text: rank 2 has 77, rank 0 1234"):
-        refuse_other_data(identity, layout)
-    others(monkeypatch, **{"the model's weights": 3})
-    with pytest.raises(UserError, match="the model's weights: rank 2 has 3"):
-        refuse_other_data(identity, layout)
+    """There are three ranks, of which this is the first and the last reports other facts."""
+    monkeypatch.setattr(checks, "place_here", lambda: (0, 3))
+    program = partial(refuse_other_programs, load_config([]).model_dump(mode="json"))
+    data = partial(refuse_other_data, {"tokens": 5, "text": 1234}, {"a": {"shape": [2], "trained": True}})
+    for refuse, changed, told in (
+        (program, {"torch": "2.1"}, f"torch: rank 2 has 2.1, rank 0 {torch.__version__}"),
+        (program, {"CPU instruction set (torch)": "Z80"}, "CPU instruction set (torch): rank 2 has Z80, rank 0 "),
+        (data, {"text": 77}, "text: rank 2 has 77, rank 0 1234"),
+        (data, {"the model's weights": 3}, "the model's weights: rank 2 has 3"),
+    ):
+        monkeypatch.setattr(checks, "all_gather_json", lambda mine, more=changed: [mine, mine, mine | more])
+        with pytest.raises(UserError) as refused:
+            refuse()
+        assert told in str(refused.value)

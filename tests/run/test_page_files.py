@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,11 +89,7 @@ def test_a_kill_at_any_moment_changes_no_bit(
 
 @pytest.mark.slow
 def test_repeated_kills_also_during_the_start(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
-    """Repeated kills keep the same directory, and one during the start changes nothing in it.
-
-    Before them, one leaves no step, and its directory is removed by a start that is killed in turn. report.html shows
-    that the killed run goes on. A start removes the temporary files of a killed run.
-    """
+    """They keep the same directory; one without a step is removed by a start. So are a killed run's temporary files."""
     words, output, page = ["--nvme", place, *ALL], tmp_path / "run", tmp_path / "run/report.html"
     for moment in ("step", "build", "record=2"):
         killed(moment, *words, output=output)
@@ -237,10 +232,7 @@ def test_page_files_on_a_drive_of_another_machine(tmp_path: Path, monkeypatch: p
 def test_a_start_that_cannot_use_them_is_refused_and_they_stay(
     place: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
-    """The same command resumes later. A missing drive or list of directories is named, and so is damage.
-
-    If the newest record is damaged, the older one would count only if its pages had not been overwritten since.
-    """
+    """The same command resumes later. A missing drive or list of directories is named, and so is damage."""
     words, output = ["--nvme", place, *ALL], tmp_path / "run"
     killed("page=150", *words, output=output)
     (lease,) = (place / "offload-trainer").iterdir()
@@ -328,11 +320,10 @@ def test_settings_of_the_page_files(place: Path, tmp_path: Path) -> None:
     for engine, places in (("deepspeed", "auto"), ("tiered", 2)):
         wish = load_config(["--engine", engine, "--output", str(tmp_path / "run")])
         assert as_page_files(wish, timed())[0].tiered.state_copies == places
-    before, from_pages = earlier_run(load_config(["--output", str(tmp_path / "run")]).save)
-    assert from_pages
-    assert before["train"]["micro_batch_size"] == 2
-    assert earlier_run(load_config(["--output", str(tmp_path / "run"), "--resume", "never"]).save) == ({}, False)
     wish = load_config(["--output", str(tmp_path / "run")])
+    before, from_pages = earlier_run(wish.save)
+    assert (from_pages, before["train"]["micro_batch_size"]) == (True, 2)
+    assert earlier_run(wish.save.model_copy(update={"resume": "never"})) == ({}, False)
     first = timed().drives[0]
     then, now = (
         replace(timed(), drives=(first, replace(timed(mixed=speed).drives[0], directory="/other")))
@@ -391,23 +382,3 @@ def test_page_files_stay_after_an_error(place: Path, tmp_path: Path, alone: dict
     run = call(*words, output=tmp_path / "run")
     assert f"; {RERUN_HINT} from its page files, step {gone_on(run)}, there or with another --nvme" in failed.text
     assert results(run.output) == alone
-
-
-def test_page_files_are_taken_only_if_they_are_newer_than_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    newest = SimpleNamespace(train={"step": 3, "tokens": 0, "data_position": 0}, engine=object())
-    lease: Any = SimpleNamespace(path=tmp_path, leave=lambda: None)
-    for name, value in {"read_description": None, "read_newest": newest, "refuse_outside": None}.items():
-        monkeypatch.setattr(resume, name, lambda *_, value=value, **__: value)
-    monkeypatch.setattr(resume, "_folders", lambda *_, **__: [tmp_path])
-    monkeypatch.setattr(resume, "_refuse_otherwise", lambda *_: None)
-    monkeypatch.setattr(resume.scratch_dir, "take_over", lambda *_, **__: lease)
-    monkeypatch.setattr(resume.scratch_dir, "wait_for_ranks", lambda *_, **__: None)
-    config = SimpleNamespace(save=SimpleNamespace(resume="auto"))
-    setup: Any = SimpleNamespace(config=config, output=tmp_path, log=SimpleNamespace(say=lambda line: None))
-    taken = []
-    for begins in (None, TrainState(2, 0, 0), TrainState(3, 0, 0), TrainState(4, 0, 0)):
-        with ExitStack() as stack:
-            taken.append(resume.take_over(setup, stack, begins=begins)[0] is not None)
-    assert taken == [True, True, False, False]

@@ -1,7 +1,4 @@
-"""Tests of resuming several ranks from page files without a checkpoint.
-
-No bit depends on the rank that is killed, or on the moment.
-"""
+"""Tests of resuming several ranks from page files: no bit depends on the rank that is killed, or on the moment."""
 
 import os
 from collections.abc import Callable

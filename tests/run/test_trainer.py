@@ -1,4 +1,4 @@
-"""Tests of the training loop: signals that arrive while ranks exchange requests, sums over ranks, time to stop."""
+"""Tests of the training loop: signals that arrive while ranks exchange requests, and the time to stop."""
 
 import signal
 from contextlib import nullcontext
@@ -11,9 +11,7 @@ import pytest
 
 from offload_trainer.ranks import all_gather_json
 from offload_trainer.run import loop
-from offload_trainer.run.checkpoint import TrainState
 from offload_trainer.run.signals import StopRequest
-from offload_trainer.telemetry.meters import IoCount
 
 
 class Unsaved(nullcontext):
@@ -53,37 +51,6 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(
     assert state.step == at + 1
     assert saved[-1] == (at + 1, True)
     assert asked.stop == signal.SIGTERM
-
-
-@pytest.mark.parametrize("unknown", [False, True])
-def test_traffic_of_all_ranks_is_summed_and_rows_that_they_share_count_once(
-    unknown: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Traffic is unknown if one rank cannot measure its own; two ranks that report one row's tokens are one group."""
-    other = (1, None if unknown else 2, 30)
-    monkeypatch.setattr(loop, "all_gather_json", lambda said: [said, other])
-    for world, tokens in ((2, 40), (1, 20)):
-        job: Any = SimpleNamespace(engine=SimpleNamespace(world=world))
-        found = loop._of_all_ranks(job, IoCount(4, 5), tokens=10)
-        assert found == (IoCount(5, None if unknown else 7), tokens)
-
-
-def test_a_checkpoint_on_request_that_cannot_be_made_is_said() -> None:
-    messages: list[str] = []
-    job: Any = SimpleNamespace(
-        train=SimpleNamespace(steps=9), save_every=0, cannot_save="no moments", say=messages.append, checkpoints=None
-    )
-    state = TrainState(step=3, tokens=0, data_position=0)
-    loop._save_if_due(job, state, stopping=False, wished=True, ended=False)
-    assert messages == ["no checkpoint was made: no moments"]
-
-
-def test_a_directory_in_the_place_of_the_request_file_is_no_request(tmp_path: Path) -> None:
-    (tmp_path / "save").mkdir()
-    job: Any = SimpleNamespace(
-        telemetry=True, save_request_file=tmp_path / "save", checkpoints=SimpleNamespace(ended=False)
-    )
-    assert loop._agree(job, StopRequest()) == (0, False, False)
 
 
 def test_what_is_left_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,13 @@
 """Measure this machine and its drives as a run would use them, and cache the rates for plans.
 
-`bench_here` is the `bench` command. `rates_at_start` takes seconds: a run of one rank without rates measures what its
-choices depend on, and plans again.
+`bench_here` is the `bench` command. `rates_at_start` takes seconds: a run that starts without rates measures what its
+choices depend on, and plans again. Ranks share processor and drives, so one process measures with the threads of all.
 """
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
@@ -16,11 +18,12 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import bench
 from offload_trainer.machine.bench import Budget, LayerSizes
 from offload_trainer.machine.probe import probe_machine
-from offload_trainer.machine.rate_cache import keep_rates, refuse_unwritable
+from offload_trainer.machine.rate_cache import keep_rates, refuse_unwritable, threads_of_all_ranks
 from offload_trainer.optim import cpu_units
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.tiered.state_formats import ADAMW, ADAMW_FORMATS
 from offload_trainer.plan.workload import Workload
+from offload_trainer.ranks import all_gather_json, from_rank_zero, place_here
 from offload_trainer.run.planning import Planned
 from offload_trainer.storage.owned_dirs import reason
 from offload_trainer.storage.tensorfile import DTYPES
@@ -84,16 +87,17 @@ def _keep(timed: MachineProfile, *, say: Callable[[str], None]) -> None:
 def is_due(planned: Planned, *, steps: int | None = None) -> bool:
     """Return whether a run of `steps` (None: those of its configuration) should measure rates before it starts.
 
-    It should if the plan fits, could not predict its step, and has choices that rates decide. Short runs start without,
-    and so do several ranks, which share processor and drives.
+    It should if the plan fits, could not predict its step, and has choices that rates decide. Short runs start without.
+    So do runs on several machines; of stock ZeRO's ranks the plan does not know the machines.
     """
     plan, on_gpu, steps = planned.plan, planned.machine.gpu is not None, steps or planned.config.train.steps
     work = plan.work
+    here = work.world == 1 or (work.nodes == 1 and plan.engine == "tiered")
     moves = sum(one.read + one.written for one in plan.traffic) * steps >= _WORTH_BYTES
     chooses = on_gpu and plan.engine == "tiered" and work.shape.trainable and work.checkpointed  # how many blocks
     recomputes = chooses and 6 * work.shape.parameters * work.tokens * steps >= _WORTH_FLOPS
     due = bool(recomputes) or (moves and (plan.uses_drives or on_gpu))
-    return work.world == 1 and due and plan.fits and plan.forecast.step is None
+    return here and due and plan.fits and plan.forecast.step is None
 
 
 def is_due_in_session(planned: Planned) -> bool:
@@ -108,10 +112,45 @@ def is_due_in_session(planned: Planned) -> bool:
 
 
 def rates_at_start(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile:
-    """Measure the rates that the plan of a single rank lacks, cache them, and return the machine with them.
+    """Measure the rates that a run's plan lacks, cache them, and return the machine with them. Collective.
 
-    If that fails, say so and return the machine as it is. By the budget below this takes 4.9 s, and 3.3 s for each
-    further drive; two slow cores and a drive of 400 MB/s took 5 to 13 s.
+    All ranks are on one machine. Rank 0 measures while the others wait; an exception there is raised on all of them.
+    """
+    if place_here()[1] == 1:
+        return _measured(planned, say=say)
+    cpus = set[int]().union(*all_gather_json(sorted(os.sched_getaffinity(0)), list[int]))
+
+    def measured() -> MachineProfile:
+        with _threads_of_all_ranks(planned.machine, cpus):
+            return _measured(planned, say=say)
+
+    return from_rank_zero(measured, MachineProfile)
+
+
+@contextmanager
+def _threads_of_all_ranks(machine: MachineProfile, cpus: Collection[int]) -> Iterator[None]:
+    """Within this context, compute with as many threads as all ranks of the machine have, on all of their `cpus`."""
+    threads, own = torch.get_num_threads(), os.sched_getaffinity(0)
+
+    def compute_with(threads: int, cpus: Collection[int]) -> None:
+        torch.set_num_threads(threads)
+        if os.sched_getaffinity(0) != set(cpus):
+            for thread in os.listdir("/proc/self/task"):  # also those that torch has started before
+                with suppress(ProcessLookupError):  # the thread has ended
+                    os.sched_setaffinity(int(thread), cpus)
+
+    try:
+        compute_with(threads_of_all_ranks(machine), cpus)
+        yield
+    finally:
+        compute_with(threads, own)
+
+
+def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile:
+    """Measure what `rates_at_start` says on this rank; if that fails, say so and return the machine as it is.
+
+    By the budget below this takes 4.9 s, and 3.3 s for each further drive; two slow cores and a drive of 400 MB/s took
+    5 to 13 s.
     """
     config, machine = planned.config, planned.machine
     if machine.gpu is None:

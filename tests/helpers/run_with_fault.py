@@ -70,6 +70,7 @@ ENGINE = "offload_trainer.engine.tiered:TieredEngine"
 # `BY_STEP` is that of the step NUMBER.
 MOMENTS: dict[str, tuple[str, Callable[..., bool]]] = {
     "start": ("offload_trainer.cli:prepare_process", lambda *_: True),
+    "measure": ("offload_trainer.machine.bench:bench_machine", lambda *_: True),
     "plan": ("offload_trainer.run.planning:make_plan", lambda *_: True),
     "setup": ("offload_trainer.run.train:Setup", lambda *_: True),  # planned, with its data
     "compile": ("offload_trainer.optim.kernel_cache:subprocess.run", lambda *_: True),

@@ -1,5 +1,10 @@
 """Tests of the measurement at the start of a run (`run/machine_rates.py`): when it is due, and what it changes."""
 
+import contextlib
+import json
+import os
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,11 +12,12 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from commands import TINY
+from commands import FAULTY, TINY, Run
+from forked_ranks import call_ranks
 from sample_plans import SHAPES
 
 import offload_trainer as ot
-from offload_trainer.errors import TrainerError
+from offload_trainer.errors import LOST, TrainerError
 from offload_trainer.machine import bench
 from offload_trainer.machine.rate_cache import cache_file
 from offload_trainer.optim import cpu_units
@@ -73,7 +79,10 @@ def test_a_run_that_rates_do_not_change_starts_at_once(
     in_ram = plan_run(load_config([*TINY, *MANY, "--output", str(tmp_path / "run")]))
     no_room = {tier: {"need": 2, "have": 1} for tier in due.plan.tiers}
     assert machine_rates.is_due(due)
-    for one in (short, in_ram, replace(due, plan=replace(due.plan, tiers=no_room)), with_work(due, world=2)):
+    assert machine_rates.is_due(with_work(due, world=2))
+    machines = with_work(due, world=2, nodes=2)
+    stock = with_work(replace(due, plan=replace(due.plan, engine="deepspeed")), world=2)
+    for one in (short, in_ram, replace(due, plan=replace(due.plan, tiers=no_room)), machines, stock):
         assert not machine_rates.is_due(one)
     gpu = replace(in_ram, machine=read_machine("v100-32gb"))
     moves = replace(gpu, plan=replace(gpu.plan, traffic=due.plan.traffic))
@@ -161,3 +170,62 @@ def test_a_drive_that_fails_leaves_the_defaults(
     assert messages[0].startswith("note: this machine's speed could not be measured")
     assert "no space left" in messages[0]
     assert not cache_file().exists()
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+def two_ranks(drive: Path, output: Path, fault: str) -> list[Run]:
+    state = ("--nvme", drive, "--optimizer", "nvme", "--ram-fraction", 0, "optim.kernel=torch", "--save-every", 0)
+    return call_ranks(*TINY, *state, *MANY, output=output, count=2, script=[FAULTY, fault])
+
+
+@pytest.mark.slow
+def test_two_ranks_measure_once(cache: Path, drive: Path, tmp_path: Path) -> None:
+    """Rank 0 measures before the plan is printed, and both ranks go on with it; the next start takes cached rates."""
+    told = [tmp_path / "plan-0", tmp_path / "plan-1"]
+    plans = ";".join(f"{rank}:plan~{path}@setup" for rank, path in enumerate(told))
+    runs = two_ranks(drive, tmp_path / "first", f"0:TERM@step=1;1:kill@measure;{plans}")
+    assert [run.code for run in runs] == [128 + signal.SIGTERM] * 2, runs
+    lines = runs[0].text.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("measured this machine in"))
+    assert [line.partition(" ")[0] for line in lines[first : first + 2]] == ["measured", "plan:"]
+    assert runs[0].text.count("plan: ") == 1
+    assert not runs[1].text
+    assert told[0].read_text() == told[1].read_text()
+    (again, _) = two_ranks(drive, tmp_path / "second", "0:TERM@step=1")
+    assert "measured this machine" not in again.text
+    for name in ("first", "second"):
+        assert None not in json.loads((tmp_path / name / "plan.json").read_text())["seconds"].values()
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_while_it_measures_ends_the_other(cache: Path, drive: Path, tmp_path: Path) -> None:
+    runs = two_ranks(drive, tmp_path / "out", "0:kill@measure")
+    assert [run.code for run in runs] == [-signal.SIGKILL, LOST], runs
+    assert not runs[1].text
+    assert not (tmp_path / "out").exists()
+
+
+def test_measuring_takes_the_processors_and_threads_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are bound to NUMA nodes. A thread that was started before moves too, and all of them return."""
+    every, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    own = {min(every)}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    os.sched_setaffinity(0, own)
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        with machine_rates._threads_of_all_ranks(read_machine("v100-32gb"), every):
+            assert torch.get_num_threads() == 6
+            assert [os.sched_getaffinity(number) for number in (0, thread.native_id or 0)] == [every, every]
+        assert torch.get_num_threads() == threads
+        assert [os.sched_getaffinity(number) for number in (0, thread.native_id or 0)] == [own, own]
+    finally:
+        ended.set()
+        thread.join()
+        for number in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(number), every)

@@ -253,8 +253,9 @@ class ParallelSection(_Section):
     tensor: PositiveInt = 1
     """deepspeed only: ranks that share each product of a block, by AutoTP with ZeRO-1 and weights on the GPU, for
     architectures with a tensor-parallel plan in transformers"""
-    pipeline: PositiveInt = 1
-    """tiered only: ranks of a node that compute one model together, with one rank's bits"""
+    pipeline: PositiveInt | Auto = 1
+    """tiered only: ranks of a node that compute one model together, with one rank's bits. auto: all of a node if
+    faster, with as many times --accumulate for the same rows a step"""
 
 
 class TieredSection(_Section):

@@ -48,6 +48,32 @@ def make_plan(
     `machine` stands for each of `nodes` machines, which have the same number of the `world` ranks. `saves`: count
     checkpoints, or an export, on the drive of `machine.output`. Raises UserError for settings that cannot be combined.
     """
+    plans, refused = list[tuple[str, Plan]](), dict[str, UserError]()
+    for way in divisions(config, world=world // nodes):
+        name = f"parallel.pipeline={way.parallel.pipeline}"
+        try:
+            plans.append((name, _plan_of_way(way, shape, machine, world=world, nodes=nodes, saves=saves)))
+        except UserError as error:
+            refused[name] = error
+    if not plans:
+        raise next(iter(refused.values()))
+    chosen = _choose(plans, untimed="not timed")
+    whys = ((name, str(why).removeprefix(f"{name}: ").removesuffix("; leave it out")) for name, why in refused.items())
+    return replace(chosen, rejected=(*whys, *chosen.rejected))
+
+
+def engine_of(config: TrainConfig) -> Engine:
+    """Return the configured engine with its settings."""
+    place, name = config.placement, config.placement.engine_name
+    if name == "tiered":
+        return Tiered(place, config.tiered)
+    return DeepSpeed(place, config.deepspeed, config.optim.moment_dtype, config.parallel.tensor)
+
+
+def _plan_of_way(
+    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int, saves: bool
+) -> Plan:
+    """Return the plan of ranks that are data-parallel, or of a pipeline."""
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, machine)})
     engine, work = engine_of(config), workload(config, shape, world=world, nodes=nodes, saves=saves)
     machine = at_once(machine, ranks=work.here)
@@ -66,22 +92,35 @@ def make_plan(
     return replace(chosen, faster=tuple(_faster_formats(engine, chosen, work, machine)))
 
 
-def engine_of(config: TrainConfig) -> Engine:
-    """Return the configured engine with its settings."""
-    place, name = config.placement, config.placement.engine_name
-    if name == "tiered":
-        return Tiered(place, config.tiered)
-    return DeepSpeed(place, config.deepspeed, config.optim.moment_dtype, config.parallel.tensor)
-
-
 def resolved(config: TrainConfig, plan: Plan) -> TrainConfig:
-    """Return the configuration with the dtype and the checkpointing of its plan."""
+    """Return the configuration with the dtype, checkpointing and division over ranks of its plan."""
+    if config.parallel.pipeline == "auto":
+        config = config.with_keys("parallel", pipeline=plan.work.pipeline)
+        config = config.with_keys("train", gradient_accumulation_steps=plan.work.accumulate)
     count, found = plan.work.checkpointed, dict[str, object]()
     if count or not config.model.offload_activations:  # off would be refused with offload_activations
         found["activation_checkpointing"] = "off" if not count else "on" if count == plan.work.shape.layers else count
     if plan.work.dtype != config.model.dtype:
         found["dtype"] = plan.work.dtype
     return config.with_keys("model", **found)
+
+
+# -- data-parallel ranks or a pipeline ---------------------------------------------------------------------------------
+
+
+def divisions(config: TrainConfig, *, world: int) -> list[TrainConfig]:
+    """Return the ways to divide a step over a node's `world` ranks that `parallel.pipeline` allows.
+
+    For `auto`, what is written counts for data-parallel ranks. A pipeline has `world` times as many micro-batches,
+    since its ranks share them, and so the same rows a step.
+    """
+    if config.parallel.pipeline != "auto":
+        return [config]
+    micro = config.train.gradient_accumulation_steps
+    return [
+        config.with_keys("parallel", pipeline=count).with_keys("train", gradient_accumulation_steps=count * micro)
+        for count in sorted({1, world})
+    ]
 
 
 # -- the best of an engine's schedules and placements ----------------------------------------------------------------
@@ -174,22 +213,27 @@ def _best(engine: Engine, work: Workload, machine: MachineProfile) -> Plan:
 
 
 def _best_placement(engine: Engine, work: Workload, machine: MachineProfile) -> Plan:
-    """Return the plan of the best candidate, with why the others were rejected.
+    return _choose([(plan.homes, plan) for plan in map(_plan_of, engine.candidates(work, machine))])
+
+
+def _choose(plans: Sequence[tuple[str, Plan]], *, untimed: str = "") -> Plan:
+    """Return the best of the named plans, and first of all why the others were rejected; `untimed`: without a forecast.
 
     That is the fastest that fits, the first one that fits if a forecast is missing, or the smallest excess. Forecasts
     are inexact, so this takes the first plan within `_ALIKE` of the fastest: earlier plans move fewer bytes.
     """
-    plans = [_plan_of(one) for one in engine.candidates(work, machine)]
-    fitting = [plan for plan in plans if plan.fits]
+    fitting = [plan for _, plan in plans if plan.fits]
     known = [plan.forecast.step for plan in fitting if plan.forecast.step is not None]
     if not fitting:
-        chosen = min(plans, key=lambda one: sum(max(0, tier["need"] - tier["have"]) for tier in one.tiers.values()))
+        _, chosen = min(
+            plans, key=lambda one: sum(max(0, tier["need"] - tier["have"]) for tier in one[1].tiers.values())
+        )
     elif len(known) < len(fitting):
         chosen = fitting[0]
     else:
         chosen = next(plan for plan, step in zip(fitting, known, strict=True) if step <= _ALIKE * min(known))
-    whys = ((plan.homes, _why_not(plan, chosen)) for plan in plans if plan is not chosen)
-    return replace(chosen, rejected=tuple((homes, why) for homes, why in whys if why))
+    whys = [(name, _why_not(plan, chosen) or untimed) for name, plan in plans if plan is not chosen]
+    return replace(chosen, rejected=(*((name, why) for name, why in whys if why), *chosen.rejected))
 
 
 def _why_not(plan: Plan, chosen: Plan) -> str:
@@ -251,9 +295,11 @@ def _too_large(work: Workload, machine: MachineProfile) -> str:
 def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: int = 1, saves: bool = True) -> Workload:
     """Return the workload of one optimizer step. `saves`: the run writes checkpoints, or an export, to its output.
 
-    Raises UserError for rows longer than the model's context.
+    If `parallel.pipeline` is `auto`, it is that of data-parallel ranks. Raises UserError for rows longer than the
+    model's context.
     """
     model, train, optim = config.model, config.train, config.optim
+    pipeline = 1 if config.parallel.pipeline == "auto" else config.parallel.pipeline
     asked, context = config.data.seq_len, shape.context
     seq_len = min(context, LONGEST_ROW) if asked == "auto" else asked
     if seq_len > context:
@@ -265,7 +311,7 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
         accumulate=train.gradient_accumulation_steps,
         seq_len=seq_len,
         world=world,
-        checkpointed=checkpointed_blocks(model, shape, all_if_auto=config.parallel.pipeline > 1),
+        checkpointed=checkpointed_blocks(model, shape, all_if_auto=pipeline > 1),
         offload_activations=model.offload_activations,
         loss_chunk=train.micro_batch_size * seq_len if shape.whole_logits else model.loss_chunk,
         state=state_format(optim.name, optim.moment_dtype, optim.master_dtype),
@@ -273,7 +319,7 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
         checkpoints=None if not saves else 0 if config.save.every == 0 else config.save.keep,
         nodes=nodes,
         tensor=config.parallel.tensor,
-        pipeline=config.parallel.pipeline,
+        pipeline=pipeline,
     )
 
 
@@ -365,6 +411,9 @@ def any_placement_fits(
     config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int
 ) -> bool:
     """Return whether the configuration fits in any placement that it allows."""
+    if config.parallel.pipeline == "auto":
+        ways = divisions(config, world=max(1, world // nodes))
+        return any(any_placement_fits(way, shape, machine, world=world, nodes=nodes) for way in ways)
     place, machine = config.placement, at_once(machine, ranks=max(1, world // nodes))
     if place.nvme and (place.optimizer, place.gpu_fraction) == ("auto", "auto"):  # needs least with no state on the GPU
         config = config.with_keys("placement", gpu_fraction=0.0)

@@ -22,7 +22,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.memory import with_rate
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import any_placement_fits, make_plan, resolved
+from offload_trainer.plan.planner import any_placement_fits, divisions, make_plan, resolved
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiers import GPU_NAME
 from offload_trainer.run.process_setup import ranks_of_environment
@@ -86,6 +86,8 @@ def plan_run(
     if from_pages and nodes == 1:
         config, machine = as_page_files(config, machine)
     world = max(ranks_of_environment()[1], config.placement.gpus)
+    if world == 1:  # `auto` has no other choice, and a single rank takes models that no pipeline does
+        (config,) = divisions(config, world=1)
     source = again.source if again else model_of(config)
     kept = _with_resumed_choices(config, before, on_gpu=machine.gpu is not None)
     found = planned(kept, source, machine, world=world, nodes=nodes)
@@ -292,6 +294,6 @@ def _with_resumed_choices(config: TrainConfig, before: Mapping[str, Mapping[str,
         return config
     usable = recomputed == "on" or (type(recomputed) is int and recomputed > 0)
     usable = usable or (recomputed == "off" and not model.offload_activations)
-    if not usable or config.parallel.pipeline != 1:
+    if not usable or config.parallel.pipeline not in (1, "auto"):
         return config
     return config.with_keys("model", activation_checkpointing=recomputed)

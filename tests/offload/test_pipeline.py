@@ -1,6 +1,7 @@
 """Tests of ranks that compute one model together (parallel.pipeline): they have the bits of one rank."""
 
 import random
+import re
 import time
 import weakref
 from collections import Counter
@@ -21,7 +22,7 @@ from forked_ranks import Case, Result, call_ranks, counts, in_ranks, run_ranks, 
 from late_transfers import late_engine
 from placements import ALL_ON_DRIVES, BEHIND, FULL, IN_LINE, ON, hold_up
 from sample_chats import lines, turns
-from sample_plans import GB, SHAPES, machine, wish
+from sample_plans import GB, SHAPES, cluster, machine, rate, timed, wish
 from test_gradients import model as small_units
 from test_gradients import places, sums
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,6 +32,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from offload_trainer import ranks
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.machine.probe import probe_machine
+from offload_trainer.machine.rate_cache import keep_rates
 from offload_trainer.model.breadth_first import BreadthFirst
 from offload_trainer.model.loader import checkpoint_blocks, resolve_model
 from offload_trainer.model.loss import CausalLoss
@@ -40,11 +43,12 @@ from offload_trainer.offloading.ranks.cuts import Cuts, Like
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.update.updater import SpeculativeStep
 from offload_trainer.plan.memory import BlockInputs
-from offload_trainer.plan.planner import make_plan
+from offload_trainer.plan.planner import any_placement_fits, make_plan, resolved
 from offload_trainer.plan.step_time import pipeline_seconds
 from offload_trainer.plan.tiered.footprint import fetched as of_plan
 from offload_trainer.plan.tiered.layout import ALIGN, RAM
 from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
+from offload_trainer.settings import load_config
 from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
@@ -355,6 +359,75 @@ def test_planned_waits_are_those_of_a_simulation(owners: tuple[int, ...], micro:
     assert planned == pytest.approx(simulated(owners, seconds, micro=micro, **how))
     random.seed(1)
     assert planned == pytest.approx(simulated(owners, partial(seconds, spread=0.1), micro=micro, **how), rel=0.05)
+
+
+FAST_COPIES, SLOW_COPIES = ((rate, rate, rate) for rate in (1e18, 5e9))
+
+
+@pytest.mark.parametrize(
+    ("copies", "world", "changes", "chosen", "why"),
+    [
+        (SLOW_COPIES, 4, {}, 4, r"parallel.pipeline=1: fits, but a step takes .* longer"),
+        (FAST_COPIES, 4, {}, 1, r"parallel.pipeline=4: fits, but a step takes .* longer"),
+        (SLOW_COPIES, 4, {"no_chain": "X is no chain of blocks"}, 1, "parallel.pipeline=4: X is no chain of blocks$"),
+        (None, 4, {}, 1, "parallel.pipeline=4: not timed"),
+        (SLOW_COPIES, 1, {}, 1, ""),
+    ],
+)
+def test_auto_takes_a_pipeline_with_the_same_rows_if_it_is_faster(
+    copies: tuple[float, float, float] | None, world: int, changes: dict[str, Any], chosen: int, why: str
+) -> None:
+    """Data-parallel ranks each copy all weights for each micro-batch; a pipeline's ranks wait for each other."""
+    here = cluster(copies=copies, matmul=1e14) if copies else machine(gpu=80 * GB, ram=500 * GB)
+    words, shape = ("--params", "cpu", "--micro-batch", "2"), replace(SHAPES["gpt2-xl"], **changes)
+    config = wish(*words, "--accumulate", "4", "parallel.pipeline=auto")
+    plan = make_plan(config, shape, here, world=world)
+    assert (plan.work.pipeline, plan.work.accumulate) == (chosen, 4 * chosen)
+    assert plan.work.tokens == world * 4 * 2 * 1024
+    told = [f"{name}: {reason}" for name, reason in plan.rejected if name.startswith("parallel")]
+    assert [bool(re.match(why, one)) for one in told] == [True] * bool(why)
+    run = resolved(config, plan)
+    assert (run.parallel.pipeline, run.train.gradient_accumulation_steps) == (chosen, 4 * chosen)
+    again = make_plan(run, shape, here, world=world)
+    assert (again.items, again.traffic, again.forecast) == (plan.items, plan.traffic, plan.forecast)
+    assert any_placement_fits(config, shape, here, world=world, nodes=1)
+
+
+def test_auto_makes_a_pipeline_of_each_nodes_ranks() -> None:
+    here, words = cluster(copies=SLOW_COPIES, matmul=1e14, network=rate(1e12)), ("--params", "cpu", "--accumulate", "4")
+    config = wish(*words, "--micro-batch", "2", "parallel.pipeline=auto")
+    plan = make_plan(config, SHAPES["gpt2-xl"], here, world=8, nodes=2)
+    assert (plan.work.pipeline, plan.work.data, plan.work.accumulate) == (4, 2, 16)
+    assert any_placement_fits(config, SHAPES["gpt2-xl"], here, world=8, nodes=2)
+
+
+@pytest.mark.slow
+def test_a_run_records_what_auto_chose_and_goes_on_with_the_same_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slow drive two ranks are a pipeline, with the state that data-parallel ranks reach."""
+    for name, value in (("CACHE", tmp_path / "cache"), ("OMP_NUM_THREADS", 1), ("LOCAL_WORLD_SIZE", 2)):
+        monkeypatch.setenv(f"OFFLOAD_TRAINER_{name}" if name == "CACHE" else name, str(value))
+    drive, known = tmp_path / "drive", timed(drive=1e6, mixed=5e5)
+    drive.mkdir()
+    here = probe_machine(load_config(["--nvme", str(drive)]).placement)
+    keep_rates(replace(here, rates=known.rates, drives=(replace(here.drives[0], rates=known.drives[0].rates),)))
+    words = [*TINY, "model.overrides.n_layer=4", "--nvme", drive, "--params", "nvme", "--ram-fraction", "1"]
+    words += ["--accumulate", "2", "optim.schedule=constant", "optim.warmup_steps=0", "tiered.weight_buffers=1"]
+
+    def run(name: str, *more: object) -> dict[str, bytes]:
+        found = call_ranks(*words, *more, output=tmp_path / name, count=2)
+        assert [one.code for one in found] == [0, 0], found[0].text[-3000:]
+        assert "train.gradient_accumulation_steps is" not in found[0].text
+        state = (tmp_path / name / "checkpoints/step-00000004").glob("*.safetensors")
+        return {path.name: path.read_bytes() for path in state}
+
+    assert not run("auto", "parallel.pipeline=auto", "--steps", 2)
+    made = load_config([str(tmp_path / "auto/config.yaml")])
+    assert (made.parallel.pipeline, made.train.gradient_accumulation_steps) == (2, 4)
+    goes_on = run("auto", "parallel.pipeline=auto", "--steps", 4)
+    assert goes_on == run("apart", "--steps", 4) != {}
+    assert load_config([str(tmp_path / "apart/config.yaml")]).parallel.pipeline == 1
 
 
 def test_a_norm_that_is_registered_before_the_blocks_belongs_to_the_heads_rank(folder: Path) -> None:

@@ -61,7 +61,7 @@ def compare_modes(
         raise UserError(
             "--parallel compares ways to divide a step over ranks, and there is only one rank: add --gpus N"
         )
-    source = model_of(config.with_keys("parallel", pipeline=world))  # which also looks for why there can be none
+    source = model_of(config.with_keys("parallel", pipeline="auto"))  # which also looks for why there can be none
     work = workload(config, source.shape, world=world, nodes=count)
     rows = work.micro_batch * work.accumulate * max(1, work.data)  # of the ranks with rows of their own
     plans, refused = list[tuple[str, str, Plan]](), dict[str, list[str]]()

@@ -1,12 +1,13 @@
 """Data of a run: tokenize it into the cache, split it into training and validation rows, and identify it.
 
 Text is tokenised once into cache/NAME-KEY.bin, a ``.bin`` file is used unchanged, and a stream is tokenised while the
-run reads it (stream.py). The key is a hash of everything that the ids depend on, including the text's bytes, which each
-start reads for it.
+run reads it (stream.py). The key is a hash of everything that the ids depend on, including the text's bytes. Hashes of
+text files are remembered in cache/NAME-PATHS.sums.json (`source_sums`).
 """
 
 import hashlib
 import json
+import os
 import re
 import time
 import zlib
@@ -28,13 +29,15 @@ from offload_trainer.data.tokenfile import NOT_LEARNED, TokenFile, cached, state
 from offload_trainer.data.tokenizer import document_marks, load_tokenizer, tokenizer_fingerprint, vocabulary_size
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.ranks import rank_zero_first
-from offload_trainer.safe_files import open_given
-from offload_trainer.storage.owned_dirs import cache_directory
-from offload_trainer.units import format_bytes, format_count, format_seconds
+from offload_trainer.safe_files import file_bytes, open_given, parsed
+from offload_trainer.storage.atomic_io import write_text
+from offload_trainer.storage.owned_dirs import MODE, cache_directory, open_owned
+from offload_trainer.units import format_bytes, format_count, format_seconds, is_utf8
 
 # Increase it when the same text or conversations and tokenizer give other ids than before.
 FORMAT = 4
 _SECONDS_BETWEEN_REPORTS = 5.0
+_SETTLED_NS = 2 * 10**9
 _LONG = 10**9  # bytes whose reading takes seconds
 
 
@@ -89,17 +92,16 @@ def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> To
     cache = cache_directory() if section.cache == "auto" else Path(section.cache)
     # a readable name, made from the first source's
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(section.path[0]).resolve().stem)[:40].strip("-") or "text"
-    total = sum(source.stat().st_size for source in sources)
-    if total >= _LONG:
-        say(f"reading {format_bytes(total)} of text to check whether it was tokenised before")
-    sums = source_sums(sources)
+    memory = cache / f"{name}-{_digest([str(source.resolve()) for source in sources])}.sums.json"
+    sums = source_sums(sources, memory=memory, say=say)
     # The key includes how the bytes are read: the same bytes may be a text or lines of JSON.
     suffixes = [source.suffix.lower() for source in sources]
     content = [FORMAT, sums, spec.fingerprint, separator, suffixes, encoder.identity, encoder.row_length]
-    target = cache / f"{name}-{hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()}.bin"
+    target = cache / f"{name}-{_digest(content)}.bin"
     if (found := cached(target)) is not None:
         say(f"tokens: {target}, already there")
         return found
+    total = sum(source.stat().st_size for source in sources)
     say(f"tokenising {format_bytes(total)} of text in {len(sources)} file(s) into {target}")
 
     def arrays() -> Iterator[Any]:
@@ -115,7 +117,7 @@ def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> To
         say(f"{format_count(tokens)} tokens in {format_seconds(time.monotonic() - begin)}")
         if encoder.note:
             say(encoder.note)
-        again = source_sums(sources)
+        again = source_sums(sources, memory=memory, say=lambda _: None)
         if changed := [source for source, then, now_is in zip(sources, sums, again, strict=True) if then != now_is]:
             raise TrainerError(
                 f"{changed[0]}: the text changed while it was tokenised: start again when it is complete"
@@ -138,17 +140,42 @@ def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> To
     return TokenFile.open(target, owned=True)
 
 
-def source_sums(sources: Sequence[Path]) -> list[str]:
-    """Return each file's hash. Raises UserError for a file that cannot be read."""
-    found = []
-    for source in sources:
+def _digest(content: object) -> str:
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
+
+
+def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], None]) -> list[str]:
+    """Return each file's hash, cached in the file `memory`. Raises UserError for a file that cannot be read."""
+    try:
+        known = parsed(file_bytes(memory, opener=open_owned), dict[str, tuple[str, list[int]]])
+    except (FileNotFoundError, ValueError):
+        known = {}
+    names = ("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino", "st_dev")
+    try:
+        about = {path: [getattr(os.stat(path), name) for name in names] for path in map(os.path.realpath, sources)}
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
+    found = {path: known[path] for path, state in about.items() if path in known and known[path][1] == state}
+    fresh = about.keys() - found.keys()
+    total = sum(about[path][0] for path in fresh)
+    if total >= _LONG:
+        say(f"reading {format_bytes(total)} of text to check whether it was tokenised before")
+    for path in sorted(fresh):
+        settled = time.time_ns() - max(about[path][1:3]) > _SETTLED_NS and is_utf8(path)  # JSON has no other names
         try:
-            with open_given(source) as file:
+            with open_given(Path(path)) as file:
                 made = hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16))  # type: ignore[arg-type]
         except OSError as error:
-            raise UserError(f"{source} cannot be read: {error.strerror}") from error
-        found.append(made.hexdigest())
-    return found
+            raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        found[path] = made.hexdigest(), about[path] if settled else []
+    if any(found[path][1] for path in fresh):
+        try:
+            memory.parent.mkdir(parents=True, exist_ok=True)
+            kept = {path: known for path, known in sorted(found.items()) if known[1]}
+            write_text(memory, json.dumps(kept), mode=MODE)
+        except OSError:
+            pass  # without the cache the hashes are computed again next time
+    return [found[os.path.realpath(source)][0] for source in sources]
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,12 @@ import errno
 import json
 import os
 import re
+import time
 import zlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import sample_chats
 from seen_calls import calls_of, run_before
 
 from offload_trainer.data import documents, packing, tokenfile
+from offload_trainer.data import run_data as preparing
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.data.tokenfile import IDS, TokenFile, cached, sidecar_path, write_tokens
@@ -52,8 +55,11 @@ def leftovers(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_token_files_of_other_users_are_not_used(source: Path, encoded: list[bool], tmp_path: Path) -> None:
-    """Files in a shared cache are not used if another user owns them or may change them."""
+def test_token_files_of_other_users_are_not_used(
+    source: Path, encoded: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files in a shared cache, also those of checksums, are not used if another user owns them or may change them."""
+    monkeypatch.setattr(preparing, "_SETTLED_NS", 0)  # else the hash of a text that was just written is not kept
     cache = tmp_path / "shared"
     cache.mkdir()
     cache.chmod(0o1777)
@@ -63,7 +69,8 @@ def test_token_files_of_other_users_are_not_used(source: Path, encoded: list[boo
     finally:
         os.umask(before)
     path, sidecar = made.path, sidecar_path(made.path)
-    assert {file.stat().st_mode & 0o777 for file in (path, sidecar)} == {0o644}
+    (memory,) = cache.glob("*.sums.json")
+    assert {file.stat().st_mode & 0o777 for file in (path, sidecar, memory)} == {0o644}
     encoded.clear()
     for name in (path, sidecar):
         name.chmod(0o664)
@@ -83,6 +90,11 @@ def test_token_files_of_other_users_are_not_used(source: Path, encoded: list[boo
                 prepared(source, cache=cache)
             os.chown(name, 0, 0)
     assert not encoded
+    known = {path: ["00" * 16, state] for path, (_, state) in json.loads(memory.read_text()).items()}
+    memory.write_text(json.dumps(known))
+    memory.chmod(0o666)  # its checksums are not used, else the text would be taken for another
+    assert prepared(source, cache=cache).path == made.path
+    assert json.loads(memory.read_text()).keys() == known.keys()
 
 
 def test_documents_become_their_tokens_with_end_of_text_behind_each(tmp_path: Path, source: Path) -> None:
@@ -103,15 +115,41 @@ def test_documents_become_their_tokens_with_end_of_text_behind_each(tmp_path: Pa
     assert len(leftovers(tmp_path / "cache")) == 2
 
 
-def test_a_text_is_tokenized_once_and_a_changed_one_again(tmp_path: Path, source: Path, encoded: list[bool]) -> None:
-    """One of the same name, size and time gives its own tokens."""
-    for word, times in (("rain", 1), ("rain", 1), ("hail", 2)):
-        before = source.stat()
-        source.write_text(TEXT.replace("rain", word))
-        os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
+def test_an_unchanged_text_is_not_read_again(
+    tmp_path: Path, source: Path, encoded: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text is tokenized once. It is read again if it may have changed: it was just written, touched, or the memory of
+    its checksum is damaged. One of the same name, size and time gives its own tokens.
+    """
+    read = calls_of(monkeypatch.setattr, preparing, "open_given")
+    now = [source.stat().st_ctime_ns + 10**9]
+    monkeypatch.setattr(preparing, "time", SimpleNamespace(time_ns=lambda: now[0], monotonic=time.monotonic))
+
+    def again() -> int:
+        """Return how often the text was read."""
+        read.clear()
         tokens = prepared(source, cache=tmp_path / "cache")
         assert tokens.read(0, len(tokens)).tolist() == ids_of(source.read_text())
-        assert len(encoded) == times
+        return len(read)
+
+    assert [again(), again()] == [2, 1]  # a text that was just written may change again within one tick of the clock
+    now[0] += 10**10
+    assert [again(), again()] == [1, 0]
+    (memory,) = (tmp_path / "cache").glob("*.sums.json")
+    for damaged in ("{", "[]", '{"x": 1}', json.dumps({str(source): [5, []]})):
+        memory.write_text(damaged)
+        assert again() == 1
+    os.utime(source, ns=(time.time_ns(), source.stat().st_mtime_ns + 1))
+    assert again() == 1
+    assert len(encoded) == 1
+    for place, word in ((source, "hail"), (tmp_path / "new", "mist")):  # written over, and another file of its name
+        before = source.stat()
+        place.write_text(TEXT.replace("rain", word))
+        os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
+        place.rename(source)
+        assert (source.stat().st_size, source.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+        assert again() == 1
+    assert len(encoded) == 3
 
 
 def test_a_kill_before_the_sidecar_leaves_nothing_and_is_redone(

@@ -79,7 +79,7 @@ class DataSection(_Section):
 
     path: tuple[str, ...] = ("builtin",)
     """files of text, JSON, CSV (also .gz, .bz2, .xz, .zst), tables (.parquet, .arrow; extra: tables), directories of
-    these or of datasets' save_to_disk, .bin token files; builtin: the text of the package;
+    these (of several splits train) or of datasets' save_to_disk, .bin token files; builtin: the text of the package;
     hub:OWNER/NAME[/CONFIGURATION][:SPLIT] (extra: hub); stream:OWNER/NAME or stream:PATH: tokenized while the run reads
     it"""
     mixture: tuple[PositiveFloat, ...] = ()

@@ -41,14 +41,14 @@ _SETTLED_NS = 2 * 10**9
 _LONG = 10**9  # bytes whose reading takes seconds
 
 
-def prepare_tokens(spec: TokenSpec) -> Tokens:
+def prepare_tokens(spec: TokenSpec, *, validation: bool = False) -> Tokens:
     """Return the token file or files of `data.path`, with all ids below the model's number of ids.
 
     Raises UserError for text without tokens, ids that the model does not have and token files of other settings, and
     TrainerError if the drive is full or the text changed meanwhile.
     """
     section, vocabulary = spec.section, spec.vocabulary
-    sources = find_sources(section.path, say=spec.say)
+    sources = find_sources(section.path, say=spec.say, validation=validation)
     if sources[0].suffix == ".bin":
         files = [TokenFile.open(source) for source in sources]
         for file in files:
@@ -57,7 +57,7 @@ def prepare_tokens(spec: TokenSpec) -> Tokens:
                 raise UserError(f"{file.path} {refused}, or give the text or the conversations instead")
         if len(files) == 1:
             return files[0]
-        kept = 0.0 if section.validation_path else section.validation
+        kept = 0.0 if validation or section.validation_path else section.validation
         names = [str(file.path) for file in files]
         return Mixture(files, (), names=names, seq_len=spec.seq_len, validation=kept)
     found = _tokenised(spec, sources, spec.encoder(spec.form_of(sources)))
@@ -221,8 +221,9 @@ UNKNOWN_IDENTITY: dict[str, Any] = dict.fromkeys(
 
 def check_data(section: DataSection, source: Any, *, say: Callable[[str], None]) -> None:
     """Raise UserError for data paths that are missing or hold no text or tokens; reads only the start of each file."""
-    for paths in filter(None, (section.path, section.validation_path)):
-        find_sources(paths, say=say)
+    for paths, validation in ((section.path, False), (section.validation_path, True)):
+        if paths:
+            find_sources(paths, say=say, validation=validation)
     _refuse_unknown(section, source)
 
 
@@ -239,10 +240,10 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
     whole = TokenSpec(section, tokenizer, tokenizer_fingerprint(tokenizer), vocabulary, seq_len, say)
     kept = 0.0 if section.validation_path or section.streamed else section.validation  # share of rows held out
 
-    def text(*paths: str) -> Any:
+    def text(*paths: str, validation: bool = False) -> Any:
         spec = replace(whole, section=section.model_copy(update={"path": paths}))
         if not spec.section.streamed:
-            return prepare_tokens(spec)
+            return prepare_tokens(spec, validation=validation)
         try:
             stream = StreamedTokens(spec)
             stream.read(0, 1)
@@ -258,7 +259,7 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
 
     tokens = held_out = rank_zero_first(texts)
     if section.validation_path:
-        held_out = rank_zero_first(lambda: text(*section.validation_path))
+        held_out = rank_zero_first(lambda: text(*section.validation_path, validation=True))
         if held_out.sums == tokens.sums or section.validation_path == section.path:
             say("note: --validation-data is the text of --data: its loss says nothing about other text")
     end = tokenizer.eos_token_id

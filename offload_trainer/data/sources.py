@@ -1,22 +1,24 @@
 """Resolution of the data paths that a user names to files; unsuitable files are refused with what to do.
 
-docs/data.md has the rules. Of a data set of the hub, the downloaded Arrow files are read.
+docs/data.md has the rules, also for directories with the splits of a data set. Of one of the hub, the downloaded Arrow
+files are read.
 """
 
+import glob
 import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from offload_trainer.config import STREAM
 from offload_trainer.data.documents import COMPRESSED, RECORDS, TABLES, holds_records, kind_of, printable
 from offload_trainer.errors import UserError
 from offload_trainer.packages import is_installed, lacks
-from offload_trainer.safe_files import file_bytes, one_line, open_given
+from offload_trainer.safe_files import file_bytes, one_line, open_given, parsed_yaml
 
 BUILTIN_CORPUS = Path(__file__).parent / "builtin" / "corpus.txt"
 TEXT_SUFFIXES = (".txt", ".md", *RECORDS)  # also when compressed
@@ -37,12 +39,17 @@ _ABOUT = re.compile(
 )
 
 
-def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _: None) -> list[Path]:
+def find_sources(
+    paths: Sequence[str], *, say: Callable[[str], None] = lambda _: None, validation: bool = False
+) -> list[Path]:
     """Return the files for `paths`: in the given order, a directory's files sorted by path.
 
-    A directory stands for its files of text and tables, at any depth. A stream of the hub has none. `say` is told of
-    files that are left, and of numbered ones that are missing.
-    Raises UserError for missing paths (naming all of them) and for what would not be trained on as the user means it.
+    A directory stands for its files of text and tables, at any depth; if it has the splits of a data set, for those of
+    the train split, or with `validation` of the validation or else the test split. A stream of the hub has none. `say`
+    is told of files that are left, and of numbered ones that are missing.
+
+    Raises UserError for paths that do not exist (naming all of them), a directory without text or without the split
+    among its splits, .bin files mixed with text, and a file that is not text.
     """
     if not paths:
         raise UserError("data.path is empty: name a text file, lines of JSON, a table, a directory, a .bin or builtin")
@@ -55,7 +62,7 @@ def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _:
         elif entry == "builtin":
             sources.append(BUILTIN_CORPUS)
         elif path.is_dir():
-            sources += _files_inside(path, say=say)
+            sources += _files_inside(path, ("validation", "test") if validation else ("train",), say=say)
         elif path.exists():
             _refuse_other(path)
             sources.append(path)
@@ -97,7 +104,7 @@ def hub_files(entry: str) -> tuple[Path, ...]:
     except Exception as error:  # the hub, the network and the content fail in many ways, all for the user to fix
         raise UserError(
             f"{entry} could not be loaded: {one_line(error)}. Check the name, configuration, split and network, or "
-            f"download it elsewhere with hf download --repo-type dataset {name} --local-dir data, and name its files"
+            f"download it elsewhere with hf download --repo-type dataset {name} --local-dir data, then --data data"
         ) from error
     return tuple(Path(one["filename"]) for one in loaded.cache_files)
 
@@ -127,8 +134,8 @@ def _is_read(path: Path) -> bool:
     return kind_of(path) in TEXT_SUFFIXES or path.suffix.lower() in TABLES
 
 
-def _files_inside(directory: Path, *, say: Callable[[str], None]) -> list[Path]:
-    """Return a directory's files of text and tables, sorted by path. Raises UserError if they are of several splits."""
+def _files_inside(directory: Path, wanted: Sequence[str], *, say: Callable[[str], None]) -> list[Path]:
+    """Return a directory's files of text and tables, sorted by path; of several splits the first of `wanted`."""
 
     def first(paths: list[Path]) -> str:
         names = [printable(path.relative_to(directory)) for path in paths[:3]]
@@ -140,33 +147,45 @@ def _files_inside(directory: Path, *, say: Callable[[str], None]) -> list[Path]:
     known = [path for path in inside if path.is_file()]
     files = [path for path in known if _is_read(path) and not _ABOUT.fullmatch(path.name)]
     front = _front_matter(directory / _CARD)
-    if front or any(map(holds_records, files)):  # a README.md describes the data; elsewhere it may be the text
-        files = [path for path in files if path.name != _CARD]
+    has_records = any(map(holds_records, files))  # a README.md beside them describes them; others may be the text
+    files = [path for path in files if path.name != _CARD or not (has_records or (front and path == directory / _CARD))]
     if not files:
         token_files = sorted(str(file) for file in directory.glob("*.bin"))
         flags = " ".join(f"--data {printable(name)}" for name in token_files[:3]) + " ..." * (len(token_files) > 3)
-        hint = f"name the token files themselves: {flags}" if token_files else "correct the path"
+        hint = f"name the token files themselves, in their order: {flags}" if token_files else "correct the path"
         raise UserError(f"{directory} holds no {', '.join((*TEXT_SUFFIXES, *TABLES))} file: {hint}")
-    splits = {path: _split_of(path.relative_to(directory)) for path in files}
-    texts = [path for path in files if not holds_records(path)]
-    if not all(splits[path] for path in texts):  # pages and chapters may have such names too
-        splits |= dict.fromkeys(texts, "")
-    saved = (directory / "dataset_dict.json").is_file()  # `datasets` saved it, with a folder for each split
-    folders = len({path.parent for path in files})
-    if len(set(splits.values())) > 1 or front.count(b"config_name:") > 1 or (saved and folders > 1):
+    split, chosen = _configured(directory, front, files, wanted)
+    if not chosen:
+        texts = [path for path in files if not holds_records(path)]
+        if texts:
+            files = [path for path in files if path in texts or kind_of(path) not in (".json", ".csv", ".tsv")]
+        saved = (directory / "dataset_dict.json").is_file()  # `datasets` saved it, with a folder for each split
+        splits = {path: path.parent.name if saved else _split_of(path.relative_to(directory)) for path in files}
+        if not front and not all(splits[path] for path in texts):  # pages and chapters may have such names too
+            splits |= dict.fromkeys(texts, "")
+        named = set(splits.values())
+        if "train" not in named:
+            wanted = (*wanted, "")  # files that are named like no split
+        split = next(filter(named.__contains__, wanted), None)
+        chosen = [path for path in files if splits[path] == split]
+    if not chosen:
+        there = " and ".join(sorted(named - {""}))
         raise UserError(
-            f"{directory} holds several splits or configurations of a data set ({first(files)}): name the files or the "
-            "folder to train on with --data, and those of another split with --validation-data"
+            f"{directory} holds no {' or '.join(filter(None, wanted))} split, only files named {there} "
+            f"({first(files)}): name the files themselves to read them"
         )
-    shards = Counter(found.groups() for found in map(_SHARD.fullmatch, map(str, files)) if found)
+    shards = Counter(found.groups() for found in map(_SHARD.fullmatch, map(str, chosen)) if found)
     for (name, count), number in shards.items():
         if number < int(count):
             say(f"note: only {number} of the {int(count)} files {printable(name)}-*-of-{count} are there")
-    taken = set(files)
+    taken = set(chosen)
     if left := [path for path in known if path not in taken and not _ABOUT.fullmatch(path.name)]:
-        read = f"{len(files)} of {len(known)} files are read ({first(files)})"
-        say(f"data: {directory}: {read}, and not {first(left)}; name one of those to read it too")
-    return files
+        what = f", the {split} split" if split else ""
+        say(
+            f"data: {directory}: {len(chosen)} of {len(known)} files are read{what} ({first(chosen)}), and not "
+            f"{first(left)}; name one of those to read it too, with --data or --validation-data"
+        )
+    return chosen
 
 
 def _split_of(path: Path) -> str:
@@ -176,13 +195,48 @@ def _split_of(path: Path) -> str:
     return "" if kind_of(path) == ".md" else next((_SPLITS[word] for word in words if word in _SPLITS), "")
 
 
-def _front_matter(card: Path) -> bytes:
-    """Return the YAML at the beginning of a data set's card, which names its configurations; nothing without any."""
+def _front_matter(card: Path) -> dict[str, Any]:
+    """Return the YAML at the beginning of a data set's card; nothing if there is none that can be read."""
     try:
         found = re.match(rb"---\s*\n(.*?\n)---\s", file_bytes(card, links=True), re.DOTALL)
+        front = parsed_yaml(found[1]) if found else None
     except (FileNotFoundError, ValueError):
-        return b""
-    return found[1] if found else b""
+        return {}
+    return front if isinstance(front, dict) else {}
+
+
+def _configured(
+    directory: Path, front: dict[str, Any], files: list[Path], wanted: Sequence[str]
+) -> tuple[str | None, list[Path]]:
+    """Return the first of the `wanted` splits that a card names in its default configuration, and those of its `files`.
+
+    Returns none if the card names none. Raises UserError if it leaves a choice, and if no file that it names is there.
+    """
+
+    def refuse(what: str, names: Iterable[object]) -> NoReturn:
+        listing = ", ".join(printable(str(name)) for name in [*names][:20])
+        raise UserError(f"{directory / _CARD} lists {what} {listing}: name the files or the folder to train on instead")
+
+    listed = front["configs"] if isinstance(front.get("configs"), list) else []
+    configs = {str(one.get("config_name", "default")): one for one in listed if isinstance(one, dict)}
+    default = [one for name, one in configs.items() if one.get("default") or name == "default"] or [*configs.values()]
+    named = default[0].get("data_files") if len(default) == 1 else None
+    if len(configs) > 1 and not named:
+        refuse("the configurations", configs)
+    if isinstance(named, list) and all(isinstance(one, dict) for one in named):
+        named = {str(one.get("split")): one.get("path") for one in named}
+    if not named:
+        return None, []
+    splits = named if isinstance(named, dict) else {"train": named}
+    split = next(filter(splits.__contains__, wanted), "")
+    if not split:
+        refuse("the splits", splits)
+    patterns = splits[split] if isinstance(splits[split], list) else [splits[split]]
+    found = {directory / path for one in patterns for path in glob.glob(str(one), root_dir=directory, recursive=True)}
+    chosen = [path for path in files if path in found]
+    if not chosen:
+        refuse(f"as its {split} split, of which no text or table is there,", patterns)
+    return split, chosen
 
 
 def _refuse_other(path: Path) -> None:

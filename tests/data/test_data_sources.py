@@ -1,6 +1,7 @@
 """Tests of data sources: the files that a path or a data set of the hub means, and those that are refused by name."""
 
 import gzip
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -8,9 +9,11 @@ from pathlib import Path
 
 import datasets
 import huggingface_hub
+import pyarrow
 import pytest
 import yaml
-from sample_chats import documents_of, lines, prepared
+from pyarrow import parquet
+from sample_chats import chats, documents_of, lines, prepared
 
 from offload_trainer.data import sources
 from offload_trainer.data.sources import BUILTIN_CORPUS, find_sources
@@ -79,32 +82,56 @@ def test_files_of_a_directory_that_are_not_read_are_reported(tmp_path: Path) -> 
     assert "1 linked directories" in links
     assert "(linked)" in links
     assert "2 of 5 files are read (a.txt, b.txt), and not a.pdf, b.zip, c.py; name one" in left
+    directory, messages[:] = filled(tmp_path / "set", SHARDS, readme=PUSHED), []
+    find_sources([f"stream:{directory}"], say=messages.append)
+    assert messages == [
+        f"data: {directory}: 2 of 5 files are read, the train split (data/train-00000-of-00002.parquet, "
+        "data/train-00001-of-00002.parquet), and not README.md, data/test-00000-of-00001.parquet, "
+        "data/validation-00000-of-00001.parquet; name one of those to read it too, with --data or --validation-data"
+    ]
 
 
 # -- directories of data sets, as a download from the hub leaves them --------------------------------------------------
 
 
-def card(*names: str) -> str:
-    """Return a data set's card with these configurations."""
-    configs = [{"config_name": name, "data_files": [{"split": "train", "path": f"{name}/*"}]} for name in names]
+def card(**configurations: dict[str, object]) -> str:
+    """Return a data set's card that names the files of each split of each configuration."""
+    configs = [
+        {"config_name": name, "data_files": [{"split": split, "path": path} for split, path in splits.items()]}
+        for name, splits in configurations.items()
+    ]
     return f"---\nlicense: mit\n{yaml.safe_dump({'configs': configs})}---\n# A data set\n"
 
 
-LICENSED = "---\nlicense: mit\n---\n"
-SHARDS = [f"data/train-0000{number}-of-00002.parquet" for number in range(2)]
-# Each layout: README.md, if not empty; the files to read; those to leave
-LAYOUTS: dict[str, tuple[str, list[str], list[str]]] = {
-    "pushed to the hub": (
-        card("default"),
-        SHARDS,
-        [".gitattributes", ".cache/huggingface/download/data/test.jsonl", "dataset_infos.json", "a.bin.json"],
-    ),
-    "folders of parts": ("# Data\n", ["en/train-0.jsonl", "de/train-0.csv"], ["LICENSE.txt"]),
-    "several formats": ("# Data\n", ["a.jsonl", "b.parquet", "c.csv", "d.json", "e.ndjson", "f.jsonl.gz"], []),
-    "a split of its own": ("", ["test/a.jsonl", "test-b.tsv"], []),
-    "chapters": ("", ["01-introduction.txt", "02-training.txt", "dev_blog/a.txt"], []),
-    "documentation": ("", ["README.md", "dev/setup.md", "testing.md", "training.md"], []),
-    "text with a card": (LICENSED, ["a.txt", "b.txt"], ["NOTICE"]),
+CARD = card(all={"train": ["a.jsonl", "b/**"], "test": "held_out.jsonl"})
+SEVERAL = card(small={"train": "small/train-*"}, default={"train": "large/train-*"})
+PUSHED = card(default={"train": "data/train-*", "validation": "data/validation-*", "test": "data/test-*"})
+SHARDS = {"data/train-00000-of-00002.parquet": 1, "data/train-00001-of-00002.parquet": 1}
+SHARDS |= {"data/validation-00000-of-00001.parquet": 0, "data/test-00000-of-00001.parquet": 0}
+LEFTOVERS = dict.fromkeys(
+    (".gitattributes", ".cache/huggingface/download/data/train.jsonl", "dataset_infos.json", "a.bin.json"), 0
+)
+# Each layout: README.md, if not empty; the other files, with 1 for those to train on; whether `datasets` reads the same
+# rows. Where not, it drops files, takes lines of text for documents, or finds no split named train.
+LAYOUTS: dict[str, tuple[str, dict[str, int], bool]] = {
+    "pushed to the hub": (PUSHED, SHARDS | LEFTOVERS, True),
+    "a card without files": ("# A data set\n", SHARDS, True),
+    "splits in the root": ("# A data set\n", {"train.jsonl": 1, "test.jsonl": 0}, True),
+    "words in names": ("", {"train_a.jsonl": 1, "test_b.jsonl": 0, "c.jsonl": 0}, True),
+    "arrays": ("", {"train-v2.0.json": 1, "dev-v2.0.json": 0}, True),
+    "tab-separated": ("", {"x.training.tsv": 1, "x.eval.tsv": 0}, True),
+    "folders of splits": ("", {"train/a.jsonl": 1, "train/b.jsonl": 1, "test/a.jsonl": 0}, True),
+    "folders of parts": ("", {"en/train-0.jsonl": 1, "de/train-0.jsonl": 1, "en/test-0.jsonl": 0}, True),
+    "named by the card": (CARD, {"a.jsonl": 1, "b/c/d.jsonl": 1, "held_out.jsonl": 0, "more.jsonl": 0}, True),
+    "paths of the card from its folder": (card(default={"train": "./data/train-*"}), SHARDS, True),
+    "a default among several": (SEVERAL, {"small/train-0.jsonl": 0, "large/train-0.jsonl": 1}, True),
+    "several formats": ("# Data\n", {"a.jsonl": 1, "b.parquet": 1, "c.csv": 1, "d.json": 1, "e.ndjson": 1}, False),
+    "one split is named": ("", {"a.jsonl": 1, "test.jsonl": 0}, False),
+    "capitals": ("", {"Train.csv": 1, "Test.csv": 0, "LICENSE.txt": 0}, False),
+    "documentation": ("", dict.fromkeys(("README.md", "dev/setup.md", "testing.md", "training.md"), 1), False),
+    "splits of text": ("---\nlicense: mit\n---\n", {"x-train.txt": 1, "x-valid.txt": 0}, False),
+    "chapters": ("", {"01-introduction.txt": 1, "02-training.txt": 1, "dev_blog/a.txt": 1, "metadata.json": 0}, False),
+    "text with a card": ("---\nlicense: mit\n---\n", {"a.txt": 1, "b.txt": 1, "NOTICE": 0}, False),
 }
 
 
@@ -113,37 +140,79 @@ def filled(directory: Path, files: Iterable[str], *, readme: str = "") -> Path:
     for name in (*files, *(["README.md"] if readme else [])):
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(readme)
+        rows = [{"id": number, "text": f"{name} {number}"} for number in range(3)]
+        kind = Path(name.removesuffix(".gz")).suffix
+        if name == "dataset_infos.json":
+            path.write_text("{}")
+        elif kind == ".parquet":
+            parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        elif kind in (".csv", ".tsv"):
+            cells = [("id", "text"), *((str(row["id"]), row["text"]) for row in rows)]
+            path.write_text("".join(("," if kind == ".csv" else "\t").join(row) + "\n" for row in cells))
+        elif kind in (".json", ".jsonl", ".ndjson"):
+            content = json.dumps(rows, indent=1) if kind == ".json" else lines(rows)
+            path.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
+        else:
+            path.write_text(f"{name} 0")
+    if readme:
+        (directory / "README.md").write_text(readme)
     return directory
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_all_files_of_a_data_set_are_read_but_those_about_it(name: str, tmp_path: Path) -> None:
-    readme, files, others = LAYOUTS[name]
-    directory = filled(tmp_path / "data", [*files, *others], readme=readme)
-    assert {str(path.relative_to(directory)) for path in find_sources([str(directory)])} == set(files)
+def test_the_train_split_of_a_directory_is_read(name: str, tmp_path: Path) -> None:
+    """Both the prepared data and a stream read it, as `datasets` does where it does not drop files."""
+    readme, files, same = LAYOUTS[name]
+    directory, said = filled(tmp_path / "data", files, readme=readme), list[str]()
+    found = find_sources([str(directory)], say=said.append)
+    assert {str(path.relative_to(directory)) for path in found} == {name for name, is_read in files.items() if is_read}
+    left = [line for line in said if "and not" in line]
+    expects_line = not all(is_read for file, is_read in files.items() if not file.startswith(".")) or readme
+    assert bool(left) == bool(expects_line)
+    if all(path.suffix not in (".txt", ".md") for path in found):
+        assert find_sources([f"stream:{directory}"]) == found
+    if same:
+        loaded = datasets.load_dataset(str(directory), split="train", streaming=True)
+        assert sorted(row["text"] for row in loaded) == sorted(documents_of(*found))
 
 
 @pytest.mark.parametrize(
-    ("readme", "files"),
+    ("readme", "files", "split"),
     [
-        ("", [*SHARDS, "data/test-00000-of-00001.parquet"]),
-        ("", ["train.jsonl", "more.jsonl"]),
-        ("", ["Train.csv", "my test 1.csv"]),
-        ("", ["train/a.jsonl", "val/a.jsonl"]),
-        (LICENSED, ["x-train.txt", "x-valid.txt"]),
-        (card("a", "b"), ["a/0.jsonl", "b/0.jsonl"]),
-        ("dataset_dict.json", ["a/0.jsonl", "b/0.jsonl"]),
+        (PUSHED, list(SHARDS), "validation"),
+        ("", ["train.jsonl", "test.jsonl", "more.jsonl"], "test"),
+        ("", ["valid-0.jsonl", "test-0.jsonl"], "valid"),
+        ("", ["held_out.jsonl"], "held_out"),
+        (card(default={"train": "a.jsonl", "test": "b-test.jsonl"}), ["a.jsonl", "b-test.jsonl"], "b-test"),
     ],
 )
-def test_a_directory_with_several_splits_is_refused(readme: str, files: list[str], tmp_path: Path) -> None:
-    """Training on a test split would be noticed by nobody."""
+def test_validation_reads_no_training_files(readme: str, files: list[str], split: str, tmp_path: Path) -> None:
     directory = filled(tmp_path / "data", files, readme=readme)
-    if readme == "dataset_dict.json":
-        (directory / readme).write_text("{}")
-    for path in (str(directory), f"stream:{directory}"):
-        with pytest.raises(UserError, match=r"holds several splits or configurations .*: name the files or the folder"):
-            find_sources([path])
+    expected = [path for path in sorted(directory.rglob("*")) if path.name.startswith(split)]
+    found = find_sources([str(directory)], validation=True)
+    assert found == expected
+    assert found == find_sources([f"stream:{directory}"], validation=True)
+    datasets.DatasetDict({name: chats() for name in ("test", "train")}).save_to_disk(tmp_path / "saved")
+    assert {path.parent.name for path in find_sources([str(tmp_path / "saved")], validation=True)} == {"test"}
+
+
+@pytest.mark.parametrize(
+    ("readme", "files", "message"),
+    [
+        ("", ["test-0.jsonl", "valid-0.jsonl"], r"no train split, only files named test and validation \(test-0"),
+        ("", ["train.jsonl"], "no validation or test split, only files named train"),
+        (card(a={"train": "a/*"}, b={"train": "b/*"}), ["a/0.jsonl", "b/0.jsonl"], "the configurations a, b: name"),
+        (card(default={"sft": "a-*", "gen": "b-*"}), ["a-0.jsonl", "b-0.jsonl"], "lists the splits sft, gen: name"),
+        (card(default={"train": "../x/*"}), ["test.jsonl"], r"no text or table is there, \.\./x/\*: name the files"),
+        ("---\nconfigs: [{data_dir: a}, {config_name: b}]\n---\n", ["a/0.jsonl"], "configurations default, b: name"),
+    ],
+)
+def test_a_directory_that_leaves_a_choice_is_refused(
+    readme: str, files: list[str], message: str, tmp_path: Path
+) -> None:
+    filled(tmp_path / "x", ["outside.jsonl"])
+    with pytest.raises(UserError, match=message):
+        find_sources([str(filled(tmp_path / "data", files, readme=readme))], validation=files == ["train.jsonl"])
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.zst", "hub:a/b", "stream:a/b"])
@@ -199,7 +268,7 @@ def test_rows_of_a_data_set_are_the_splits(tmp_path: Path) -> None:
     [
         ("hub:corpus", "hub:OWNER/NAME, with"),
         ("hub:someone/corpus:nowhere", "could not be loaded.*nowhere"),
-        ("hub:someone/other", "hf download --repo-type dataset someone/other --local-dir data, and name its files"),
+        ("hub:someone/other", "hf download --repo-type dataset someone/other --local-dir data"),
         ("nobody/corpus", "for a dataset of the hub use --data hub:nobody/corpus"),
     ],
 )

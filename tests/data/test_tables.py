@@ -183,17 +183,20 @@ def test_a_table_of_other_columns_names_those_it_has(tmp_path: Path) -> None:
         prepared(tmp_path / "b.parquet")
 
 
-def test_of_a_saved_data_set_one_split_is_read_and_missing_files_are_named(tmp_path: Path) -> None:
+def test_a_saved_data_set_has_the_splits_of_its_folders_and_missing_files_are_named(tmp_path: Path) -> None:
     one, said = Dataset.from_list(texts()[:5]), list[str]()
-    DatasetDict({"a": one, "b": one}).save_to_disk(tmp_path, num_shards={"a": 2, "b": 1})
-    with pytest.raises(UserError, match="holds several splits or configurations of a data set"):
-        prepared(tmp_path)
-    assert prepared(tmp_path / "a", say=said.append).sums == prepared(tmp_path / "b").sums
+    DatasetDict({"a": one, "b": one}).save_to_disk(tmp_path / "neither")
+    with pytest.raises(UserError, match="holds no train split, only files named a and b"):
+        prepared(tmp_path / "neither")
+    DatasetDict({"train": one, "test": Dataset.from_list(texts()[5:])}).save_to_disk(
+        tmp_path / "both", num_shards={"train": 2, "test": 1}
+    )
+    assert prepared(tmp_path / "both", say=said.append).sums == prepared(tmp_path / "neither" / "a").sums
     assert not [line for line in said if line.startswith("note: only")]
-    (tmp_path / "a/data-00001-of-00002.arrow").unlink()
-    prepared(tmp_path / "a", say=said.append)
+    (tmp_path / "both/train/data-00001-of-00002.arrow").unlink()
+    prepared(tmp_path / "both", say=said.append)
     (note,) = [line for line in said if line.startswith("note: only")]
-    assert note == f"note: only 1 of the 2 files {tmp_path / 'a/data'}-*-of-00002 are there"
+    assert note == f"note: only 1 of the 2 files {tmp_path / 'both/train/data'}-*-of-00002 are there"
 
 
 def test_marks_and_blank_lines_are_skipped_and_the_line_of_a_wrong_byte_is_named(

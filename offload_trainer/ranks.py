@@ -1,8 +1,9 @@
 """Ranks of a run: joining them, and collectives (barrier, broadcast, all_gather) of tensors and values.
 
-A rank that fails prints its error and exits; the others see its connections close and exit silently with `LOST`.
-Tensors in host memory travel by gloo, those on GPUs by NCCL, and values as JSON, never as pickled objects. Each message
-is tagged with its size, since gloo takes a shorter one without an error.
+With a single process most of these functions return immediately. A rank that fails prints its error and exits; the
+others see its connections close and exit silently with `LOST`. Tensors in host memory travel by gloo, those on GPUs by
+NCCL, and values as JSON, never as pickled objects. gloo takes a message that is shorter than expected without an error,
+so each message is tagged with its size, and one of another size is not received.
 """
 
 import atexit

@@ -51,6 +51,15 @@ class Log:
     loud: bool
     file: RawIOBase | None = None
 
+    @contextmanager
+    def opened(self, output: Path) -> Iterator[None]:
+        """Write to log.txt of the run directory, too, within this context."""
+        with open(open_to_append(output / "log.txt"), "ab", buffering=0) as self.file:
+            try:
+                yield
+            finally:
+                self.file = None
+
     def say(self, line: str) -> None:
         if self.loud:
             self.write(line)
@@ -123,11 +132,12 @@ def refuse_strangers(output: Path) -> None:
 @contextmanager
 def run_directory(output: Path, log: Log, *, lock: int) -> Iterator[None]:
     """Log to the run directory, also why the run fails; remove leftovers. `lock`'s file has a living run's pid."""
-    with open(open_to_append(output / "log.txt"), "ab", buffering=0) as log.file:
+    with log.opened(output):
         try:
             if os.fstat(lock).st_size:
-                why = "it was killed, ran out of memory, or lost power"
-                log.say(f"note: the last run here ended without a message: {why}")
+                log.say(
+                    "note: the last run here ended without a message: it was killed, ran out of memory, or lost power"
+                )
                 os.ftruncate(lock, 0)
             try:
                 os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
@@ -141,7 +151,6 @@ def run_directory(output: Path, log: Log, *, lock: int) -> Iterator[None]:
             log.write(f"ended: {explain(error) or traceback.format_exc()}")
             raise
         finally:
-            log.file = None
             os.ftruncate(lock, 0)
 
 

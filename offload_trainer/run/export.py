@@ -35,7 +35,15 @@ from offload_trainer.model.pretrained import (
 )
 from offload_trainer.offloading.pages.manifest import DESCRIPTION
 from offload_trainer.plan.shape import Weight
-from offload_trainer.run.checkpoint import RESIDENT, RunConfiguration, RunRecord, read_manifest, read_state, reading
+from offload_trainer.run.checkpoint import (
+    MADE,
+    RESIDENT,
+    RunConfiguration,
+    RunRecord,
+    read_manifest,
+    read_state,
+    reading,
+)
 from offload_trainer.safe_files import Count, Steps, is_there, lenient_record, read_back
 from offload_trainer.storage.atomic_io import bytes_below, copy_tree, make_directories, sync_directory, write_text
 from offload_trainer.storage.owned_dirs import MARK, replacing
@@ -64,7 +72,7 @@ tags:
 ---
 
 Weights in {dtype}, from {origin}.
-"""
+{settings}"""
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,7 @@ class Source:
     model: Path  # directory with config.json and the tokenizer
     description: str  # what messages call the source
     origin: str = ""  # what the model card says of the weights
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of their run, of which it names some
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # exported in their own dtypes
     own_names: bool = False  # exported in one file under these names, for a model that transformers does not build
     weights: Callable[[], Iterator[NamedTensor]] | None = None  # yields all but the buffers, if not `read` one by one
@@ -147,6 +156,7 @@ def opened(path: Path) -> Iterator[Source]:
                 model=path / "model",
                 description=f"{path / 'export'}, after step {ended.step}",
                 origin=f"the run after step {ended.step}",
+                settings=ended.run.config,
             )
         return
     try:
@@ -178,6 +188,7 @@ def opened(path: Path) -> Iterator[Source]:
             model=checkpoint / "model",
             description=str(checkpoint),
             origin=f"the masters of {checkpoint.name}",
+            settings=read_back(checkpoint / MADE, RunConfiguration, fix="Export another checkpoint of the run").config,
         )
         yield source.with_buffers()
 
@@ -261,7 +272,16 @@ def _describe(directory: Path, source: Source, *, dtype: str) -> None:
         if isinstance(part, dict):
             part |= dict.fromkeys({"dtype", "torch_dtype"} & part.keys(), named)
     write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
-    write_text(directory / "README.md", _CARD.format(dtype=dtype, origin=source.origin))
+    card = _CARD.format(dtype=dtype, origin=source.origin, settings=_as_code(source.settings))
+    write_text(directory / "README.md", card)
+
+
+def _as_code(settings: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the name of a run's model and its optimizer's settings as a block of Markdown, or "" without settings."""
+    name = Path(str(settings.get("model", {}).get("name"))).name
+    found = {"model.name": name} | {f"optim.{key}": value for key, value in settings.get("optim", {}).items()}
+    lines = "".join(f"{key}: {json.dumps(value)}\n" for key, value in found.items())
+    return f"\n```\n{lines}```\n" if settings else ""
 
 
 def _converted(weights: Iterable[NamedTensor], groups: Sequence[Group]) -> Iterator[NamedTensor]:

@@ -239,7 +239,9 @@ def test_an_export_describes_its_source(finished, tmp_path: Path) -> None:
     assert "in fp16 to" in done.stdout, done.stderr
     assert "read back: every header, and a sample of 28 tensors, equal" in done.stdout
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype is torch.float16
-    assert "Weights in fp16, from the masters of step-00000020." in (tmp_path / "hf/README.md").read_text()
+    card = (tmp_path / "hf/README.md").read_text()
+    assert "Weights in fp16, from the masters of step-00000020." in card
+    assert 'optim.master_dtype: "fp32"\n' in card
     assert "already holds something" in ask("export", run.output, tmp_path / "hf").stderr
 
 

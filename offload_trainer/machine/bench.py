@@ -227,7 +227,7 @@ def _rates_of_adding(kernel: CpuKernel, size: int, width: int, *, halving: bool,
     """Return bytes/s of adding 16-bit gradients to fp32 sums in RAM, without and with norms, by `sums_key`.
 
     The gradients are of square weights `width` wide, with `size` elements in total, which caches do not hold.
-    `halving`: as on a machine with a GPU, where the thread that adds is not the one that computes.
+    `halving`: as on a machine with a GPU.
     """
     weight = width**2
     count = max(1, min(256, size // weight))
@@ -237,7 +237,7 @@ def _rates_of_adding(kernel: CpuKernel, size: int, width: int, *, halving: bool,
 
         def add_all(pieces: Pieces | None = pieces) -> None:
             for sums, gradient in zip(total, more, strict=True):
-                kernel.add(sums, gradient, pieces=pieces, on_torch_threads=not halving)
+                kernel.add(sums, gradient, pieces=pieces)
 
         taken = _repeat(add_all, seconds=seconds)
         what = f"16-bit gradients of {count} weights of {width} x {width} added to fp32 sums"

@@ -150,7 +150,6 @@ class TorchKernel:
         *,
         first: bool = False,
         pieces: Pieces | None = None,
-        on_torch_threads: bool = False,
     ) -> torch.Tensor:
         """Add gradients to sums, and return the partial results of the new sums. All are 1-D and contiguous.
 
@@ -159,8 +158,6 @@ class TorchKernel:
             values: as many gradients; None: the sums are only measured.
             first: the gradients replace the sums.
             pieces: how the sums are measured, with one result (fp32) a piece; None: not at all, and it is empty.
-            on_torch_threads: the caller is the thread that computes with torch. Its OpenMP threads spin for
-                milliseconds after each operation, and would take the cores from other threads.
         """
         if values is not None:
             sums.copy_(values) if first else sums.add_(values)

@@ -5,7 +5,6 @@ All results equal those of torch's operations bit for bit.
 
 import ctypes
 import functools
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -33,18 +32,6 @@ UNKNOWN = Lanes(0, 0)
 ORDERS = [Lanes(number, group) for number in (8, 16, 4) for group in (4, 8, 16, 1, 0)]
 
 
-def openmp_parallel() -> int | None:
-    """Return the address of `GOMP_parallel` in the libgomp whose threads torch computes with; None if none is found."""
-    try:
-        with open("/proc/self/maps") as maps:
-            mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "/libgomp" in line}
-        own = {path for path in mapped if Path(path).is_relative_to(Path(torch.__file__).parent)}
-        (path,) = own or mapped  # of several, the one in torch's own directory
-        return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, ctypes.c_void_p).value
-    except (OSError, ValueError, AttributeError):  # not readable, not exactly one, or another runtime of that name
-        return None
-
-
 class NativeKernel:
     """The compiled functions of native/, as `TorchKernel` and `TorchMuon` have them, on a persistent thread pool."""
 
@@ -61,7 +48,6 @@ class NativeKernel:
                 "directory with OFFLOAD_TRAINER_CACHE"
             ) from error
         self.lanes = UNKNOWN  # order of torch's norm; while it is unknown, torch measures what is not ordered
-        self.parallel = openmp_parallel()
         self._functions.page_sum.restype = _SIZE
         self._functions.add_gradient.restype = _CHOICE
         lerp = _NUMBER, _CHOICE
@@ -116,7 +102,6 @@ class NativeKernel:
         *,
         first: bool = False,
         pieces: Pieces | None = None,
-        on_torch_threads: bool = False,
     ) -> torch.Tensor:
         count, results = sums.numel(), torch.empty(0)
         assert sums.is_contiguous()
@@ -137,8 +122,7 @@ class NativeKernel:
             lanes=0 if pieces is None or pieces.halving else self.lanes.number,
             group=self.lanes.group,
         )
-        parallel = _POINTER(self.parallel if on_torch_threads else None)
-        if self._functions.add_gradient(ctypes.byref(addition), _CHOICE(torch.get_num_threads()), parallel):
+        if self._functions.add_gradient(ctypes.byref(addition), _CHOICE(torch.get_num_threads())):
             raise TrainerError(f"no memory to measure a gradient of {count} elements")
         return pieces.measure(sums) if pieces is not None and not len(results) else results
 

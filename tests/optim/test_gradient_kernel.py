@@ -1,6 +1,5 @@
 """Tests that compiled additions, norms, copies and checksums have the bits of torch's and zlib's."""
 
-import ctypes
 import zlib
 from itertools import product
 
@@ -97,34 +96,6 @@ def test_a_wrong_order_of_addition_is_found() -> None:
         if adds_like_torch(kernel):
             right.append(kernel.lanes)
     assert len({(order.number, min(order.group, order.number)) for order in right}) <= 1
-
-
-PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-
-
-@pytest.mark.parametrize("ordered", [False, True])
-def test_torchs_threads_add_with_the_same_bits(
-    native: NativeKernel, monkeypatch: pytest.MonkeyPatch, *, ordered: bool
-) -> None:
-    """They are those of the libgomp that torch has loaded, and as many as torch uses."""
-    threads = list[int]()
-    assert native.parallel is not None
-    real = PARALLEL(native.parallel)
-
-    @PARALLEL
-    def counted(work: int, argument: int, count: int, flags: int) -> None:
-        threads.append(count)
-        real(work, argument, count, flags)
-
-    monkeypatch.setattr(native, "parallel", ctypes.cast(counted, ctypes.c_void_p).value)
-    sums, more = numbers(1_000_003, seed=5), numbers(1_000_003, seed=6).bfloat16()
-    pieces = Pieces.of(len(sums), ordered=ordered)
-    alone = sums.clone()
-    results = native.add(alone, more, pieces=pieces)
-    assert not threads
-    assert torch.equal(native.add(sums, more, pieces=pieces, on_torch_threads=True), results)
-    assert torch.equal(sums, alone)
-    assert threads == [torch.get_num_threads()]
 
 
 def test_while_the_order_of_torchs_norm_is_unknown_torch_measures() -> None:

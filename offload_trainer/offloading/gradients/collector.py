@@ -205,7 +205,7 @@ class Gradients:
                     self._norms[name] = self._norm_of_sum(name, target)
         elif host is not None and at_hand:
             pieces = self._pieces(name) if measured else None
-            results = self._kernel.add(host[here], flat.contiguous(), first=first, pieces=pieces, on_torch_threads=True)
+            results = self._kernel.add(host[here], flat.contiguous(), first=first, pieces=pieces)
             if pieces is not None:
                 self._norms[name] = pieces.norm(results)
         else:

@@ -151,9 +151,8 @@ void add_task(const Addition& addition, int64_t subs, float* parts, int64_t task
 
 extern "C" {
 
-// Add, measure, or both, on up to `threads` threads of `parallel` or the pool. Return 0, or -1 if there is no memory.
-int32_t add_gradient(const Addition* addition, int32_t threads,
-                     void (*parallel)(void (*)(void*), void*, unsigned, unsigned)) {
+// Add, measure, or both, on up to `threads` threads. Return 0, or -1 if there is no memory.
+int32_t add_gradient(const Addition* addition, int32_t threads) {
     const int64_t pieces = (addition->count + addition->width - 1) / addition->width;
     int64_t tasks = addition->results ? pieces : (addition->count + STRETCH - 1) / STRETCH, subs = 1;
     std::unique_ptr<float[]> parts;
@@ -163,7 +162,7 @@ int32_t add_gradient(const Addition* addition, int32_t threads,
         parts.reset(new (std::nothrow) float[tasks * ROW]);
         if (!parts) return -1;
     }
-    share(tasks, threads, [&](int64_t task) { add_task(*addition, subs, parts.get(), task); }, parallel);
+    share(tasks, threads, [&](int64_t task) { add_task(*addition, subs, parts.get(), task); });
     for (int64_t piece = 0; parts && piece < pieces; piece++)  // with several parts, rows have ROW elements
         addition->results[piece] = halved(parts.get() + piece * subs * ROW, subs * rows_of(*addition, piece).row);
     return 0;

@@ -134,10 +134,9 @@ inline Crew& the_crew() {
 }
 
 // Call `task(number)` for the numbers below `tasks` on up to `threads` threads, each of which claims the next number
-// until all are done: the threads of `parallel`, OpenMP's GOMP_parallel, or if it is null those of the pool.
+// until all are done.
 template <class Task>
-void share(int64_t tasks, int32_t threads, const Task& task,
-           void (*parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr) {
+void share(int64_t tasks, int32_t threads, const Task& task) {
     struct Call {
         const Task& task;
         int64_t tasks;
@@ -152,11 +151,7 @@ void share(int64_t tasks, int32_t threads, const Task& task,
 #endif
         }
     } call{task, tasks};
-    const int team = int(std::min(int64_t(threads), tasks));
-    if (parallel)
-        parallel(Call::work, &call, unsigned(team), 0);
-    else
-        the_crew().run(Call::work, &call, team - 1);
+    the_crew().run(Call::work, &call, int(std::min(int64_t(threads), tasks)) - 1);
 }
 
 }  // namespace

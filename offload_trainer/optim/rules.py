@@ -61,8 +61,12 @@ class AdamW:
         """
         tensors, n = [master, grad, *moments], master.numel()
         padded = [torch.nn.functional.pad(tensor, (0, -n % _LINE)) for tensor in tensors] if n % _LINE else tensors
+        weight, slope, exp_avg, exp_avg_sq = ([tensor] for tensor in padded)
         torch._fused_adamw_(
-            *([tensor] for tensor in padded),
+            weight,
+            slope,
+            exp_avg,
+            exp_avg_sq,
             [],
             [torch.tensor(float(step))],
             lr=self.lr,

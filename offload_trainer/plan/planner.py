@@ -465,7 +465,8 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
     place, model, optim, train, engine = config.placement, config.model, config.optim, config.train, engine_of(config)
     data, parallel, rule = config.data, config.parallel, RULES[optim.name]
     epochs = train.epochs if train.epochs == "auto" else f"{train.epochs:g}"
-    homes = {"--params ": place.params, "--optimizer ": place.optimizer, "placement.gradients=": place.gradients}
+    homes: dict[str, str] = {"--params ": place.params, "--optimizer ": place.optimizer}
+    homes["placement.gradients="] = place.gradients
     found: dict[str, object] = {
         f"{setting}nvme needs a drive: add --nvme DIR": home == TierKind.DRIVES and not place.nvme
         for setting, home in homes.items()

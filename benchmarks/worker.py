@@ -144,11 +144,9 @@ def carry_out(
 
     The process is prepared before anything imports torch, since CUDA reads its settings when it is first used.
     """
-    from offload_trainer.optim import state_files
     from offload_trainer.run.process_setup import prepare_process
     from offload_trainer.settings import load_config
 
-    state_files.INITIAL_SCALE = 1024.0  # fewer of the first steps overflow
     config = load_config([*_ALWAYS, *words, "--output", output])
     prepare_process(config)
     import torch
@@ -161,12 +159,14 @@ def carry_out(
 
     from offload_trainer.machine.bench import LayerSizes, _matmul
     from offload_trainer.model.loader import ModelSource
+    from offload_trainer.optim import state_files
     from offload_trainer.plan import planner
     from offload_trainer.plan.tiered.engine import Tiered
     from offload_trainer.run import build, train
     from offload_trainer.run.loop import timed_steps
     from offload_trainer.telemetry.meters import PhaseClock, peak_rss_bytes
 
+    state_files.INITIAL_SCALE = 1024.0  # fewer of the first steps overflow
     if product:
         square = LayerSizes((product, product, product), tokens=product, width=product)
         found["product"] = _matmul(torch.bfloat16, square, gpu=on_gpu, seconds=0.3).value

@@ -168,9 +168,9 @@ class Checkpoints:
         except OSError as error:
             raise TrainerError(f"{self._root} cannot be written: {reason(error)}; nothing was saved") from error
         if free < need:
-            sizes = f"a checkpoint takes {format_bytes(need)} and {format_bytes(free)} are free"
-            fix = "older checkpoints are untouched. Free space there, or set --save-every 0"
-            raise TrainerError(f"{self._root}: {sizes}; {fix}")
+            needs, has = format_bytes(need), format_bytes(free)
+            text = f"a checkpoint takes {needs} and {has} are free; older checkpoints are untouched"
+            raise TrainerError(f"{self._root}: {text}. Free space there, or set --save-every 0")
 
     def _write(self, snapshot: Snapshot, state: TrainState, group: Group) -> None:
         """Write one checkpoint. Collective over `group`: a failure on one rank is raised on all."""
@@ -179,8 +179,8 @@ class Checkpoints:
             group.first(lambda: list(map(sync_file, [self._root.parent / log for log in _LOGS])))
             files = write_checkpoint(final, snapshot, group, state=state, record=self.record, say=self._say)
         except OSError as error:
-            fix = f"older checkpoints are untouched. Free space there, and {RERUN_HINT}"
-            raise TrainerError(f"{final} could not be written: {reason(error)}; {fix}") from error
+            text = f"{final} could not be written: {reason(error)}; older checkpoints are untouched"
+            raise TrainerError(f"{text}. Free space there, and {RERUN_HINT}") from error
         if group.rank == 0:
             self._report_save(final, files, seconds=time.perf_counter() - start, in_background=snapshot.concurrent)
 

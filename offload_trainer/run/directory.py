@@ -128,8 +128,8 @@ def run_directory(output: Path, log: Log, *, lock: int) -> Iterator[None]:
     with open(open_to_append(output / "log.txt"), "ab", buffering=0) as log.file:
         try:
             if os.fstat(lock).st_size:
-                why = "it was killed, ran out of memory, or lost power"
-                log.say(f"note: the last run here ended without a message: {why}")
+                why = "the last run here ended without a message: it was killed, ran out of memory, or lost power"
+                log.say(f"note: {why}")
                 os.ftruncate(lock, 0)
             try:
                 os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)

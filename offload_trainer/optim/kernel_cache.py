@@ -24,7 +24,7 @@ from offload_trainer.storage.owned_dirs import MODE, cache_directory, is_ours, o
 
 SOURCE = Path(__file__).with_name("native") / "adam.cpp"
 # Without errno and traps the compiler can vectorise square roots and selections; neither option changes a result.
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+FLAGS: tuple[str, ...] = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 FLAGS += ("-shared", "-fPIC", "-pthread")
 _ELSEWHERE = "name a cache directory of your own with OFFLOAD_TRAINER_CACHE"
 

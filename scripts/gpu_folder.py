@@ -39,7 +39,7 @@ PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64
 # need carry-less multiplication, which no level of x86-64 includes.
 _V3 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave", "pclmulqdq"])
 _V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
-LEVELS = {
+LEVELS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "x86-64-v4-bf16": (("-march=x86-64-v4", "-mpclmul", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
     "x86-64-v4": (("-march=x86-64-v4", "-mpclmul"), _V4),
     "x86-64-v3": (("-march=x86-64-v3", "-mpclmul"), _V3),

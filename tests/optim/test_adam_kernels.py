@@ -414,14 +414,13 @@ def doubled(add: Callable[..., torch.Tensor], kernel: CudaKernel, *given: torch.
     return add(kernel, *given) * 2
 
 
-BROKEN = {"update_page": flushing, "_launch": misplaced, "add_gradient": doubled}
+BROKEN: dict[str, Callable[..., object]] = {"update_page": flushing, "_launch": misplaced, "add_gradient": doubled}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_gpu_with_other_bits_is_not_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fault: Callable[..., object] = BROKEN[name]
-    monkeypatch.setattr(CudaKernel, name, partialmethod(partial(fault, getattr(CudaKernel, name))))
+    monkeypatch.setattr(CudaKernel, name, partialmethod(partial(BROKEN[name], getattr(CudaKernel, name))))
     monkeypatch.setattr(cuda_adam, "CudaKernel", lambda _: cuda_kernel())
     kernel, words = choose_cuda_kernel(PLACE)
     assert kernel is None

@@ -135,14 +135,8 @@ def run_directory(output: Path, log: Log, *, lock: int) -> Iterator[None]:
     with log.opened(output):
         try:
             if os.fstat(lock).st_size:
-<<<<<<< HEAD
-                log.say(
-                    "note: the last run here ended without a message: it was killed, ran out of memory, or lost power"
-                )
-=======
                 why = "the last run here ended without a message: it was killed, ran out of memory, or lost power"
                 log.say(f"note: {why}")
->>>>>>> f-runsess
                 os.ftruncate(lock, 0)
             try:
                 os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)

@@ -10,13 +10,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import torch
-from fork_server import COMMAND, Fork, Forks
+from fork_server import COMMAND, Fork
 from safetensors.torch import load_file
 
 HELPERS = Path(__file__).resolve().parent
@@ -71,11 +70,6 @@ def command(*words: object) -> list[str]:
     return [sys.executable, "-m", "offload_trainer", *map(str, words)]
 
 
-@cache
-def forks(*, stock: bool) -> Forks:
-    return Forks(stock=stock)
-
-
 def start(
     *argv: object, stdout: Path, stderr: Path, own: bool = False, stock: bool = False, **extra: str
 ) -> Fork | subprocess.Popen[bytes]:
@@ -89,7 +83,7 @@ def start(
     if own or any(word.startswith(_RANKS) for word in words) or (stock and torch.cuda.is_available()):
         with open(stdout, "ab") as out, open(stderr, "ab") as err:
             return subprocess.Popen([sys.executable, *words], stdout=out, stderr=err, env=environment(**extra))
-    return forks(stock=stock).start(words, stdout=stdout, stderr=stderr, env=environment(**extra))
+    return Fork(words, stdout=stdout, stderr=stderr, env=environment(**extra), stock=stock)
 
 
 def run_script(*argv: object, own: bool = False, stock: bool = False, **extra: str) -> subprocess.CompletedProcess[str]:

@@ -19,9 +19,10 @@ import peers
 import pytest
 import torch
 import worker
-from commands import environment
+from commands import TINY, environment
 from gpu_stages import speed
 from gpu_stages.stage import Record, Stage
+from seen_calls import calls_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from worker import OUT_OF_TIME, Failure, Worker
 
@@ -36,7 +37,6 @@ from offload_trainer.telemetry.meters import PhaseClock
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
-TINY = ["model.overrides.n_layer=2", "model.overrides.n_embd=64", "--seq-len", "32", "--micro-batch", "2"]
 
 
 def suite(command: str, **extra: str) -> subprocess.CompletedProcess[str]:
@@ -169,22 +169,14 @@ class FloatsRead(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
-            self.count += 1
+        self.count += function is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point()
         return function(*args, **(kwargs or {}))
 
 
 def test_the_floor_waits_for_the_gpu_once_a_step(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts, of = [], CausalLoss.of
-
-    def seen(self: CausalLoss, output: Any, targets: torch.Tensor, count: int | None = None) -> torch.Tensor:
-        counts.append(count)
-        return of(self, output, targets, count)
-
-    monkeypatch.setattr(CausalLoss, "of", seen)
-    engine = peers.native_engine(
-        SimpleNamespace(source=source, config=SimpleNamespace(model=SimpleNamespace(dtype="fp32")))
-    )
+    counts = calls_of(monkeypatch.setattr, CausalLoss, "of", lambda *given: given[3])
+    of_fp32 = SimpleNamespace(source=source, config=SimpleNamespace(model=SimpleNamespace(dtype="fp32")))
+    engine = peers.native_engine(of_fp32)
     with FloatsRead() as floats:
         result = engine.train_step(two_batches(), lr=0.0, clock=PhaseClock())
     assert (counts, floats.count) == ([32, 32], 1)  # targets that count are known on the host
@@ -290,22 +282,18 @@ def has_time(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.slow
-def test_a_clipped_row_is_marked(stage: Stage) -> None:
-    """A case without an export needs no room for one."""
+def test_a_clipped_row_is_marked_and_selected_cases_are_run(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A case without an export needs no room for one. --only continues a stage that had no time for all; without the
+    first row nothing is compared with it.
+    """
     case = speed.ours("clipped", "0", "0.5", "backward", "{drive}", "optim.max_grad_norm=1e-3")
     speed.Group("t", speed.gpt2, [case]).carry_out(stage)
-    (row,) = stage.record.rows
-    assert row["outcome"].startswith("not comparable: 3 of 4 steps were updated early, and 0 of their"), row["outcome"]
-    assert not [item for item in row["plan"]["items"] if item["name"] in ("export", "checkpoints")]
-
-
-@pytest.mark.slow
-def test_selected_cases_are_run(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--only continues a stage that had no time for all; without the first row nothing is compared with it."""
     monkeypatch.setattr(stage, "_only", "half in RAM, half on the drive, overlap off")
     speed.GROUPS["drive"].carry_out(stage)
-    (row,) = stage.record.rows
-    assert (row["outcome"], row["of the floor"]) == ("ok", None)
+    clipped, selected = stage.record.rows
+    assert clipped["outcome"].startswith("not comparable: 3 of 4 steps were updated early, and 0 of their")
+    assert not [item for item in clipped["plan"]["items"] if item["name"] in ("export", "checkpoints")]
+    assert (selected["outcome"], selected["of the floor"]) == ("ok", None)
 
 
 @pytest.mark.slow

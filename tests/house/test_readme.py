@@ -48,7 +48,7 @@ def verb(command: str) -> str:
 def is_run(command: str) -> bool:
     """Return whether this module runs the command.
 
-    tests/plan/test_recipes.py plans the recipes, since their models are on the hub. tests/tools/test_tutorial.py runs
+    tests/plan/test_recipes.py plans the recipes, since their models are on the hub. tests/tools/test_newcomer.py runs
     the tutorial's commands, whose models are the demo's and one of the hub.
     """
     return verb(command) in RUN and not any(name in command for name in ("configs/", "demo-run/", "Qwen/"))

@@ -43,12 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 _NOT_QUICK = ("slow", "ops", "box", "network")  # markers of tests that only --all runs
 _SAMPLED = ("engine", "export", "library", "model", "offload", "optim", "plan", "run")  # directories that train
-_WHOLE = (
-    "test_pairs.py",
-    "test_schedules.py",
-    "test_weight_fetches.py",
-    "test_speculative_waits.py",
-)  # each case is a mechanism
+_WHOLE = ("test_pairs.py", "test_schedules.py", "test_weight_fetches.py", "test_speculative_waits.py")  # mechanisms
 _ALL_SLOW = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow", re.MULTILINE)
 
 
@@ -135,9 +130,7 @@ def counted_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return one directory for all pytest-xdist workers, for files that only one of them should create
-    (see `in_turn`).
-    """
+    """Return one directory for all pytest-xdist workers, for files that only one should create (see `in_turn`)."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 

@@ -1,20 +1,18 @@
 """Run the real command in a separate process, or in an equivalent fork (fork_server.py), and read its run directory."""
 
-import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import torch
+from filelock import FileLock
 from fork_server import COMMAND, Fork
 from safetensors.torch import load_file
 
@@ -23,16 +21,13 @@ FAULTY = HELPERS / "run_with_fault.py"
 
 # Variables that a launcher of ranks sets.
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
 # The model's embedding is larger than all else, and its sizes do not divide evenly. It uses one thread, since two tests
 # run at the same time.
 TINY = [
     *("model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "2"),
     *("placement.threads=1", f"data.cache={tempfile.gettempdir()}/offload-trainer-tests"),
 ]
-# Earlier timings of this machine must not affect the tests.
-os.environ["OFFLOAD_TRAINER_CACHE"] = f"{tempfile.gettempdir()}/offload-trainer-tests-cache"
-# Tests must not contact the Hugging Face hub.
+os.environ["OFFLOAD_TRAINER_CACHE"] = f"{tempfile.gettempdir()}/offload-trainer-tests-cache"  # no earlier timings
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)  # Several tests run at the same time.
 KILL = signal.SIGKILL
@@ -78,12 +73,12 @@ def start(
     `stock` says that the script imports DeepSpeed, as some of its words also imply; on a GPU it is never forked.
     torchrun always gets a new process, since it starts its ranks from there.
     """
-    words = list(map(str, argv))
+    words, there = list(map(str, argv)), environment(**extra)
     stock = stock or any(word.startswith("deepspeed") for word in words)
     if own or any(word.startswith(_RANKS) for word in words) or (stock and torch.cuda.is_available()):
         with open(stdout, "ab") as out, open(stderr, "ab") as err:
-            return subprocess.Popen([sys.executable, *words], stdout=out, stderr=err, env=environment(**extra))
-    return Fork(words, stdout=stdout, stderr=stderr, env=environment(**extra), stock=stock)
+            return subprocess.Popen([sys.executable, *words], stdout=out, stderr=err, env=there)
+    return Fork(words, stdout=stdout, stderr=stderr, env=there, stock=stock)
 
 
 def run_script(*argv: object, own: bool = False, stock: bool = False, **extra: str) -> subprocess.CompletedProcess[str]:
@@ -114,12 +109,9 @@ def ask(*words: object, own: bool = False, **extra: str) -> subprocess.Completed
     return run_script(COMMAND, *words, own=own, **extra)
 
 
-@contextmanager
-def in_turn(path: Path) -> Iterator[None]:
-    """Hold a file lock, so that only one worker at a time creates `path`."""
-    with open(f"{path}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def in_turn(path: Path) -> FileLock:
+    """Return a lock with which only one worker at a time creates `path`."""
+    return FileLock(f"{path}.lock")
 
 
 def everything(folder: Path) -> dict[Path, bytes]:

@@ -26,9 +26,7 @@ def slow_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Record, for each step that was started speculatively, how many of its updated pages were kept, and of how
-    many.
-    """
+    """See `record_kept`."""
     return record_kept(monkeypatch)
 
 

@@ -22,9 +22,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from commands import Run, start
+from commands import COMMAND, Fork, Run, start
 from engine_bench import Step, batches, digest, engine, masters, train
-from fork_server import COMMAND, Fork
 from seen_calls import run_before
 from uneven_targets import masked
 

@@ -67,7 +67,8 @@ def _server(*, stock: bool) -> forkserver.ForkServer:
     server.set_forkserver_preload([*_LIBRARIES, *_DEEPSPEED * stock, "commands"])
     given = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu"}
     given |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    with patch.dict(os.environ, given, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
+    given["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    with patch.dict(os.environ, given), patch.object(tempfile, "tempdir", "/tmp"):  # a socket's path must be short
         server.ensure_running()
     return server
 

@@ -122,19 +122,16 @@ def engine(
     assert isinstance(plan.sizes, TierSizes)
     most = plan.sizes.device_sums if device_sums is None else device_sums
     sizes = replace(plan.sizes, shadow_fraction=shadows, device_sums=most)
-    leases = ExitStack()
-    places = [leases.enter_context(leased(drive)) for drive in drives if plan.uses_drives and rank == first]
-    extra |= {"placement": plan.placement, "sizes": sizes, "drives": ranks.all_gather_json(places, list[Path])[first]}
-    with patch.object(tiered, "_device", lambda *_, **__: device) if device else nullcontext():
-        made = TieredEngine(source, plan.work, config.optim, **extra)
-    # What tests compare its bytes with.
-    vars(made)["plan"] = plan
-    vars(made)["candidate"] = TieredCandidate(plan.work, machine, plan.placement, sizes, layouts_of(plan.work))
-    try:
+    with ExitStack() as held:
+        places = [held.enter_context(leased(drive)) for drive in drives if plan.uses_drives and rank == first]
+        places = ranks.all_gather_json(places, list[Path])[first]
+        with patch.object(tiered, "_device", lambda *_, **__: device) if device else nullcontext():
+            of_plan = {"placement": plan.placement, "sizes": sizes, "drives": places}
+            made = TieredEngine(source, plan.work, config.optim, **of_plan, **extra)
+        held.callback(made.close)
+        candidate = TieredCandidate(plan.work, machine, plan.placement, sizes, layouts_of(plan.work))
+        vars(made).update(plan=plan, candidate=candidate)  # what tests compare its bytes with
         yield made
-    finally:
-        made.close()
-        leases.close()
 
 
 Step = tuple[float, float | None]

@@ -27,8 +27,7 @@ from offload_trainer.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-LIBRARIES = {"deepspeed", "bitsandbytes", "tensorboard", "accelerate", "trl", "peft", "datasets", "pyarrow"}
-LIBRARIES |= {"wandb", "trackio"}
+LIBRARIES = set(OPTIONAL)
 EXTRAS = PROJECT["optional-dependencies"]
 
 

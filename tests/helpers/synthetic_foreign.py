@@ -1,4 +1,9 @@
-"""Write checkpoints of other trainers in their layouts, from a random state; import them and compare the result."""
+"""Write checkpoints of other trainers in their layouts, from a random state; import them and compare the result.
+
+model_and_state(folder)          a model with random weights, and a random state of it
+write_trainer(folder, state)     transformers' Trainer
+write_fsdp(folder, state)        the same with FSDP2, through accelerate
+"""
 
 import json
 from pathlib import Path
@@ -16,7 +21,6 @@ from offload_trainer.run.commands.import_checkpoint import Imported, import_chec
 from offload_trainer.settings import load_config
 
 STEP, STEPS = 2, 9
-TRAINER_STATE = json.dumps({"global_step": STEP, "max_steps": STEPS})
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 State = dict[str, dict[str, torch.Tensor]]  # kind -> name -> tensor
 GROUP = {"lr": 1e-3, "initial_lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False}
@@ -36,19 +40,25 @@ def write_trainer(folder: Path, state: State) -> None:
     save_file(state["master"], folder / "model.safetensors", metadata={"format": "pt"})
     order = sorted(state["master"], key=lambda name: "norm" in name)
     count = sum("norm" not in name for name in order)
-    groups = [GROUP | {"params": [*range(count)]}]
-    groups += [GROUP | {"params": [*range(count, len(order))], "weight_decay": 0.0}]
+    groups = [
+        GROUP | {"params": list(range(count))},
+        GROUP | {"params": list(range(count, len(order))), "weight_decay": 0.0},
+    ]
     moments = {number: _moments(state, name) for number, name in enumerate(order)}
     torch.save({"state": moments, "param_groups": groups}, folder / "optimizer.pt")
-    (folder / "trainer_state.json").write_text(TRAINER_STATE)
+    write_trainer_state(folder)
+
+
+def write_trainer_state(folder: Path) -> None:
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": STEP, "max_steps": STEPS}))
 
 
 def write_fsdp(folder: Path, state: State) -> None:
-    """Write what the Trainer writes with FSDP2: two directories of SHARDED_STATE_DICT, and its own file."""
+    """Write the two directories of SHARDED_STATE_DICT, and the Trainer's file."""
     weights, optimizer = distributed(state)
     dcp.save({"model": weights}, checkpoint_id=str(folder / "pytorch_model_fsdp_0"), no_dist=True)
     dcp.save({"optimizer": optimizer}, checkpoint_id=str(folder / "optimizer_0"), no_dist=True)
-    (folder / "trainer_state.json").write_text(TRAINER_STATE)
+    write_trainer_state(folder)
 
 
 def distributed(state: State) -> tuple[dict[str, Any], dict[str, Any]]:

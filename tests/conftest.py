@@ -43,7 +43,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 _NOT_QUICK = ("slow", "ops", "box", "network")  # markers of tests that only --all runs
 _SAMPLED = ("engine", "export", "library", "model", "offload", "optim", "plan", "run")  # directories that train
-_WHOLE = ("test_pairs.py", "test_schedules.py", "test_weight_fetches.py", "test_speculative_waits.py")  # mechanisms
+_WHOLE = (
+    "test_pairs.py",
+    "test_schedules.py",
+    "test_weight_fetches.py",
+    "test_speculative_waits.py",
+)  # each case is a mechanism
 _ALL_SLOW = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow", re.MULTILINE)
 
 

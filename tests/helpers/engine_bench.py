@@ -199,10 +199,11 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 def settle(ours: Any) -> None:
     """Wait until nothing of earlier steps is on its way: no step waits for its last inputs or for prefetches."""
     ours.synchronize()
-    ring = ours.offloaded.activations._ring if ours.offloaded.activations else ()
-    for due in (*(slot.arrival for slot in ours.offloaded.stream._slots), *(buffer.free for buffer in ring)):
-        if due is not None:
-            due.wait()
+    for slot in ours.offloaded.stream._slots:
+        if slot.arrival is not None:
+            slot.arrival.wait()
+    for buffer in ours.offloaded.activations._ring if ours.offloaded.activations else ():
+        buffer.free.wait()
 
 
 def moved_in_step(ours: Any, data: Sequence[Batch]) -> tuple[int, int]:

@@ -19,7 +19,12 @@ from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.optim.loss_scale import LossScale
 from offload_trainer.optim.norms import clip_factor, norm_of
-from offload_trainer.optim.state_files import BlockingSnapshot, EngineState, read_engine_state, read_tensors
+from offload_trainer.optim.state_files import (
+    BlockingSnapshot,
+    EngineState,
+    read_engine_state,
+    read_tensors,
+)
 from offload_trainer.plan.planner import checkpointed_blocks
 from offload_trainer.plan.shape import decay_groups
 from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS

@@ -1,10 +1,12 @@
 """Write small models with tokenizers as this release of transformers saves them, and read exports.
 
-published_models.py write DIR          a directory for each of MODELS
-published_models.py read DIR ...       print a JSON list of what `read` returns for each directory
-published_models.py llamacpp CASES     print one of what `log_probabilities` returns for each case of a JSON list
+published_models.py write DIR
+published_models.py read DIR ...
+published_models.py llamacpp CASES
 
-The first two run in transformers 4.57 and 5.
+The first writes one model directory for each of MODELS. The second prints a JSON list of what `read` returns for each
+directory. Both run in transformers 4.57 and 5. The third prints one of what `log_probabilities` returns for each
+(file, size of the vocabulary, prompts of ids) of a JSON list.
 """
 
 import json
@@ -30,18 +32,30 @@ TEXT = "It was the best of times, it was the worst of times."
 TEXTS = [TEXT, "  two\n\nlines 123 é", "</s>after <s> and <|end|>between<|end|> special tokens"]
 CHAT = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Yes."}]
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
-_SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-_SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3, "rope_theta": 300.0}
-_SIZES |= {"pad_token_id": None, "tie_word_embeddings": False}
-_HEADS = {**_SIZES, "head_dim": 16}
-_GEMMA = {**_HEADS, "sliding_window": 8, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}
-_GEMMA |= {"initializer_range": 0.15}
-_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_LLAMA3 |= {"original_max_position_embeddings": 32}
+_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "rope_theta": 300.0,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+_GEMMA = {
+    "head_dim": 16, "sliding_window": 8, "tie_word_embeddings": True, "query_pre_attn_scalar": 16,
+    "initializer_range": 0.15,
+}  # fmt: skip
+_LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
 _LONG = {
     "type": "longrope",
     "short_factor": [1.0 + i / 4 for i in range(8)],
-    "long_factor": [*map(float, range(2, 10))],
+    "long_factor": [2.0 + i for i in range(8)],
 }
 
 
@@ -80,27 +94,24 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[], PreTrainedTokenizerFas
     "llama": ("llama", _SIZES, llama_pieces),
     "llama-tied": ("llama", {**_SIZES, "tie_word_embeddings": True}, pieces),
     "llama3.1": ("llama", {**_SIZES, "rope_scaling": _LLAMA3}, byte_letters),
-    "qwen3": ("qwen3", _HEADS, byte_letters),
-    "mistral": ("mistral", {**_HEADS, "sliding_window": None}, pieces),
-    "mixtral": ("mixtral", {**_HEADS, "num_local_experts": 4, "sliding_window": None}, pieces),
+    "qwen3": ("qwen3", {**_SIZES, "head_dim": 16}, byte_letters),
+    "mistral": ("mistral", {**_SIZES, "head_dim": 16, "sliding_window": None}, pieces),
+    "mixtral": ("mixtral", {**_SIZES, "head_dim": 16, "num_local_experts": 4, "sliding_window": None}, pieces),
     # llama.cpp knows the base of Gemma's local layers, and that each sixth is global.
-    "gemma3": ("gemma3_text", {**_GEMMA, "num_hidden_layers": 6}, byte_letters),
+    "gemma3": ("gemma3_text", {**_SIZES, **_GEMMA, "num_hidden_layers": 6}, byte_letters),
     "gemma3-local-base": (
         "gemma3_text",
-        {**_GEMMA, "rope_local_base_freq": 50.0, "layer_types": ["sliding_attention", "full_attention"]},
+        {**_SIZES, **_GEMMA, "rope_local_base_freq": 50.0, "layer_types": ["sliding_attention", "full_attention"]},
         byte_letters,
     ),
     "phi3": (
-        "phi3",
-        {**_SIZES, "rope_scaling": _LONG, "original_max_position_embeddings": 32, "sliding_window": None},
+        "phi3", {**_SIZES, "rope_scaling": _LONG, "original_max_position_embeddings": 32, "sliding_window": None},
         pieces,
     ),
     "gpt2": (
-        "gpt2",
-        {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.15},
-        byte_letters,
+        "gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.15}, byte_letters
     ),
-}
+}  # fmt: skip
 
 
 def write(directory: Path, name: str) -> None:

@@ -26,7 +26,9 @@ def slow_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """See `record_kept`."""
+    """Record, for each step that was started speculatively, how many of its updated pages were kept, and of how
+    many.
+    """
     return record_kept(monkeypatch)
 
 

@@ -54,14 +54,12 @@ def main() -> int:
     if "--install" in sys.argv:
         return 0
     print(f"lowest versions: {' '.join(pins)}", flush=True)
-    command = [venv / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *_CHOSEN, *_TWO, *TESTS]
+    command = [venv / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *_CHOSEN, *TESTS]
     return subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False).returncode
 
 
 _UNREACHABLE = -1
-_TWO = ("-n", "2", "--dist", "worksteal")
-# Excludes long tests that depend on no library.
-_CHOSEN = ("-m", "not ops", "-k", "not killed")
+_CHOSEN = ("-n", "2", "--dist", "worksteal", "-m", "not ops", "-k", "not killed")  # no long tests of no library
 
 
 def _install(venv: Path, pins: list[str]) -> int:
@@ -79,8 +77,7 @@ def _install(venv: Path, pins: list[str]) -> int:
             (there / found.name).symlink_to(found)
     # Pinned, since another torch would be installed through the links, over this interpreter's own.
     words = ["install", "--quiet", "--only-binary", ":all:", f"torch=={version('torch')}", *pins, *TOOLS]
-    installed = subprocess.run([*pip, *words], check=False)
-    return installed.returncode
+    return subprocess.run([*pip, *words], check=False).returncode
 
 
 if __name__ == "__main__":

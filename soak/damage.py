@@ -3,15 +3,10 @@
     python soak/damage.py [KIND ...] --examples 2000 --seed 1
 
 Kinds: pages (page files of a killed run, between two updates or in one), checkpoint, tokens (a token file), config (a
-configuration, a machine and its stored rates). A file is cut, flipped, zeroed, overwritten
-with parts of another run's or step's file, given other values or numbers in its JSON, or replaced by a pickle, a
-directory, a pipe or a link. Whatever it holds, reading it ends within a minute: with one clean message, or with the
-right content where checksums protect it. It opens nothing outside the file's directory, and starts no code, process or
-connection.
-
-One line is printed for each kind. A failure is hypothesis's: it prints the smallest damage that fails (`Draw 2: ...`),
-and the exception: a Violation, or an error of the program that no user should see; the script then exits with 1.
-The whole command on damaged files: tests/run/test_page_files.py and test_checkpoint.py.
+configuration, a machine and its stored rates). Whatever a file holds, reading it ends within a minute: with one clean
+message, or with the right content where checksums protect it. It opens nothing outside the file's directory, and starts
+no code, process or connection. A failure is hypothesis's: it prints the smallest damage that fails (`Draw 2: ...`), and
+the exception: a Violation, or an error of the program that no user should see; the script then exits with 1.
 """
 
 from __future__ import annotations

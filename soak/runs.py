@@ -1,7 +1,7 @@
 """Start commands, and compare what they leave with what an undisturbed run left.
 
 `kill_and_resume.py` uses it. A command runs in a fork of a process that has imported torch, which saves its startup
-time (tests/helpers/fork_server.py); ranks are started by the command's own launcher, as for a user. Results are read
+time (tests/helpers/commands.py); ranks are started by the command's own launcher, as for a user. Results are read
 without the package, as an independent check.
 """
 

@@ -1,22 +1,34 @@
-"""Run the real command in a separate process, or in an equivalent fork (fork_server.py), and read its run directory."""
+"""Run commands and scripts, mostly in forks of a process that has imported the libraries, and read what they leave.
 
-import fcntl
+Importing is most of a small run's time. The parent of the forks is a fork server of `multiprocessing`. It computes
+nothing and has one thread, so a fork is as good as a new process: the environment, directory, umask and files are set
+before anything runs, the script runs as `__main__`, and exit codes and signals are real. But libraries have already
+read their environment (OpenMP has 1 thread except for torch's own, HF_HUB_OFFLINE is 1), startup takes no time, all
+forks share the hash salt, and activations of a model that another process of the test run has counted are not counted
+again. Tests to which that matters start a new process.
+"""
+
+import atexit
+import gc
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from zlib import crc32
 
 import torch
-from fork_server import COMMAND, Fork, Forks
+from filelock import FileLock
 from safetensors.torch import load_file
 
 HELPERS = Path(__file__).resolve().parent
@@ -24,16 +36,13 @@ FAULTY = HELPERS / "run_with_fault.py"
 
 # Variables that a launcher of ranks sets.
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
 # The model's embedding is larger than all else, and its sizes do not divide evenly. It uses one thread, since two tests
 # run at the same time.
 TINY = [
     *("model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "2"),
     *("placement.threads=1", f"data.cache={tempfile.gettempdir()}/offload-trainer-tests"),
 ]
-# Earlier timings of this machine must not affect the tests.
-os.environ["OFFLOAD_TRAINER_CACHE"] = f"{tempfile.gettempdir()}/offload-trainer-tests-cache"
-# Tests must not contact the Hugging Face hub.
+os.environ["OFFLOAD_TRAINER_CACHE"] = f"{tempfile.gettempdir()}/offload-trainer-tests-cache"  # no earlier timings
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)  # Several tests run at the same time.
 KILL = signal.SIGKILL
@@ -43,6 +52,84 @@ _NUMBERS = {  # what runs are compared by in their files of lines
     "metrics": ("step", "tokens", "loss", "grad_norm", "lr", "loss_scale", "skipped"),
     "evaluations": ("step", "validation_loss"),
 }
+COMMAND = str(HELPERS.parents[1] / "offload_trainer" / "__main__.py")
+_OURS = [f"offload_trainer.{name}" for name in ("engine.tiered", "run.export", "run.loop", "run.train")]
+_LIBRARIES = ["transformers.models.gpt2.modeling_gpt2", *_OURS, "counted_once"]
+_DEEPSPEED = ["deepspeed.ops.adam", "deepspeed.runtime.zero.muon.muon_optimizer"]  # of these it checks every optimizer
+
+
+# -- forks -------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _server(*, stock: bool) -> forkserver.ForkServer:
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([*_LIBRARIES, *_DEEPSPEED * stock, "commands"])
+    given = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu"}
+    given |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    given["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    with patch.dict(os.environ, given), patch.object(tempfile, "tempdir", "/tmp"):  # a socket's path must be short
+        server.ensure_running()
+    return server
+
+
+class Fork(ForkServerProcess):
+    """A forked script with its words, with the part of subprocess.Popen's interface that tests use."""
+
+    _start_method = None  # The script's own processes start as they do in a new process.
+
+    def __init__(self, argv: list[str], *, stdout: Path, stderr: Path, env: dict[str, str], stock: bool) -> None:
+        """Start the script. `stock`: its parent has imported DeepSpeed, for a CPU."""
+        super().__init__()
+        os.umask(umask := os.umask(0))
+        self._given = argv, (os.devnull, stdout, stderr), env, umask
+        with patch.object(forkserver, "connect_to_new_process", _server(stock=stock).connect_to_new_process):
+            self.start()
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.join(timeout)
+        if self.exitcode is None:
+            self.kill()
+            raise subprocess.TimeoutExpired(self._given[0], timeout or 0)
+        return self.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.exitcode is None and self.pid:
+            os.kill(self.pid, number)
+
+    def run(self) -> None:
+        """Run the script in the fork."""
+        from counted_once import cached_counts
+
+        assert {*_OURS} <= sys.modules.keys(), "the fork server has not imported the package"
+        gc.freeze()  # Otherwise the last garbage collection would copy all of it, which takes most of a second.
+        cached_counts().start()
+        sys.argv, files, env, umask = self._given
+        os.umask(umask)
+        for number, path in enumerate(files):
+            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), number)
+        os.environ.clear()
+        os.environ.update(env)
+        time.tzset()
+        tempfile.tempdir = None
+        sys.path.insert(0, str(Path.cwd() if sys.argv[0] == COMMAND else Path(sys.argv[0]).parent))
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        finally:
+            atexit._run_exitfuncs()
+
+
+if "deepspeed" in sys.modules:  # py-cpuinfo takes a second for an answer that never changes
+    import cpuinfo
+
+    cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
+    cpuinfo.get_cpu_info()
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -71,11 +158,6 @@ def command(*words: object) -> list[str]:
     return [sys.executable, "-m", "offload_trainer", *map(str, words)]
 
 
-@cache
-def forks(*, stock: bool) -> Forks:
-    return Forks(stock=stock)
-
-
 def start(
     *argv: object, stdout: Path, stderr: Path, own: bool = False, stock: bool = False, **extra: str
 ) -> Fork | subprocess.Popen[bytes]:
@@ -84,12 +166,12 @@ def start(
     `stock` says that the script imports DeepSpeed, as some of its words also imply; on a GPU it is never forked.
     torchrun always gets a new process, since it starts its ranks from there.
     """
-    words = list(map(str, argv))
+    words, there = list(map(str, argv)), environment(**extra)
     stock = stock or any(word.startswith("deepspeed") for word in words)
     if own or any(word.startswith(_RANKS) for word in words) or (stock and torch.cuda.is_available()):
         with open(stdout, "ab") as out, open(stderr, "ab") as err:
-            return subprocess.Popen([sys.executable, *words], stdout=out, stderr=err, env=environment(**extra))
-    return forks(stock=stock).start(words, stdout=stdout, stderr=stderr, env=environment(**extra))
+            return subprocess.Popen([sys.executable, *words], stdout=out, stderr=err, env=there)
+    return Fork(words, stdout=stdout, stderr=stderr, env=there, stock=stock)
 
 
 def run_script(*argv: object, own: bool = False, stock: bool = False, **extra: str) -> subprocess.CompletedProcess[str]:
@@ -120,12 +202,9 @@ def ask(*words: object, own: bool = False, **extra: str) -> subprocess.Completed
     return run_script(COMMAND, *words, own=own, **extra)
 
 
-@contextmanager
-def in_turn(path: Path) -> Iterator[None]:
-    """Hold a file lock, so that only one worker at a time creates `path`."""
-    with open(f"{path}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def in_turn(path: Path) -> FileLock:
+    """Return a lock with which only one worker at a time creates `path`."""
+    return FileLock(f"{path}.lock")
 
 
 def everything(folder: Path) -> dict[Path, bytes]:

@@ -6,8 +6,7 @@ A count depends on the model's configuration, dtype and trained weights, which a
 import hashlib
 import os
 import pickle
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,8 +20,7 @@ from offload_trainer.model.activations import count_activations
 
 FOLDER = "TEST_RUN_COUNTS"  # variable that names the directory of the counts; conftest makes one for each test run
 if FOLDER not in os.environ:  # a script that is no test
-    _own = TemporaryDirectory()
-    os.environ[FOLDER] = _own.name
+    os.environ[FOLDER] = (_own := TemporaryDirectory()).name
 
 
 def counted_once(model: PreTrainedModel, names: Sequence[str], *, dtype: torch.dtype, **which: Any) -> Any:
@@ -40,7 +38,6 @@ def counted_once(model: PreTrainedModel, names: Sequence[str], *, dtype: torch.d
     return pickle.loads(file.read_bytes())
 
 
-@contextmanager
-def cached_counts() -> Iterator[None]:
-    with mock.patch.object(model_shape, "count_activations", counted_once):
-        yield
+def cached_counts() -> Any:
+    """Return a context in which `counted_once` counts."""
+    return mock.patch.object(model_shape, "count_activations", counted_once)

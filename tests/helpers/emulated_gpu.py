@@ -5,13 +5,11 @@
 - An operation that mixes tensors of the GPU and of the host raises torch's error, except for copies, single numbers and
   indices. `tensor.device` is `cuda:0` for those of the GPU, and `numpy()` refuses them.
 - Copies with `non_blocking` inside `torch.cuda.stream(...)` go to that stream's queue; an event is a position in a
-  queue. The compute stream has no queue, since the CPU computes immediately, and whatever it waits for runs at that
-  point. All other work runs at random times, in the order of its queue, and never before what it waits for. So a
-  missing wait shows as a wrong number, and `log` lists the work in the order in which it ran.
-- Memory that only queued work still refers to has been freed too early, unless `record_stream` named the stream: CUDA's
-  allocator would have handed it to the next tensor. `freed` lists such work.
-- A queued copy overwrites what a kernel may still read unless it is behind an event of the compute stream: `bare` lists
-  the copies that are not.
+  queue. The compute stream has no queue, and whatever it waits for runs at that point. All other work runs at random
+  times, in the order of its queue (`log`), and never before what it waits for: a missing wait shows as a wrong number.
+- `freed` lists work whose memory only queued work still refers to: CUDA's allocator would have handed it to the next
+  tensor, unless `record_stream` named the stream.
+- `bare` lists queued copies that are not behind an event of the compute stream, whose kernels may still read there.
 - `host_waits` counts the training thread's waits: synchronised events and streams, and values that the host reads.
 """
 
@@ -40,12 +38,8 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 _GPU, _EITHER = "gpu", "either"  # tags; a tensor without one is the host's
 
 _aten = torch.ops.aten
-_COPIES = {
-    _aten.copy_.default,
-    _aten._to_copy.default,
-    _aten.set_.source_Tensor,
-    _aten.set_.source_Storage_storage_offset,
-}
+_COPIES = {_aten.copy_.default, _aten._to_copy.default}
+_COPIES |= {_aten.set_.source_Tensor, _aten.set_.source_Storage_storage_offset}
 _INDEXED = {_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default, _aten._index_put_impl_.default}
 _READ_BY_HOST = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default}
 _T, _device = torch.Tensor, torch.Tensor.device.__get__
@@ -71,7 +65,7 @@ class EmulatedGpu:
         `haste` is the probability that a queue advances at each call. `seconds`: queued work that other threads wait
         for takes at least so long, in which the training thread frees its tensors.
         """
-        self.seconds, self.place, self.methods = seconds, place, _Methods(self)
+        self.seconds, self.place, self.methods = seconds, place, _methods(self)
         self.log: list[str] = []
         self.lock = threading.RLock()
         self.current = threading.local()
@@ -89,7 +83,7 @@ class EmulatedGpu:
         self.fails: Callable[[int], bool] = lambda number: False  # whether this allocation finds the GPU full
 
     def tag_of(self, tensor: torch.Tensor) -> str | None:
-        """Return the tag of a tensor's storage, whose Python object stays as long as the storage."""
+        # The Python object of a storage stays as long as the storage.
         gpu, tag = vars(tensor.untyped_storage()).get("emulated", (None, None))
         return tag if gpu is self else None
 
@@ -110,7 +104,7 @@ class EmulatedGpu:
         return CudaDevice(self.place, staging_bytes=staging_bytes, stagings=stagings)
 
     def stream_now(self) -> Stream:
-        return getattr(self.current, "stream", self.compute)
+        return getattr(self.current, "stream", None) or self.compute
 
     @contextmanager
     def setting(self, name: str, value: Any) -> Iterator[None]:
@@ -120,10 +114,7 @@ class EmulatedGpu:
         try:
             yield
         finally:
-            if before is None:
-                delattr(self.current, name)
-            else:
-                setattr(self.current, name, before)
+            setattr(self.current, name, before)
 
     def note_device(self) -> None:
         """Record a calling thread that has not set a device, since CUDA would use device 0 for it."""
@@ -245,6 +236,73 @@ class Event:
         return 0.0
 
 
+def _methods(gpu: EmulatedGpu) -> dict[str, Any]:
+    """Return replacements of `torch.Tensor`'s methods that depend on the device."""
+
+    def plainly(method: Any) -> Callable[..., Any]:
+        def call(*args: Any, **words: Any) -> Any:
+            with torch._C.DisableTorchFunction():  # a mode would look the replacement up by its name
+                return method(*args, **words)
+
+        return call
+
+    copy, numpy, to, clone = map(plainly, (_T.copy_, _T.numpy, _T.to, _T.clone))
+
+    def on_gpu(tensor: torch.Tensor) -> bool:
+        return gpu.tag_of(tensor) == _GPU
+
+    def copied(into: torch.Tensor, values: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if gpu.stream_now() is not gpu.compute and (non_blocking or (on_gpu(into) and on_gpu(values))):
+            gpu.queue("copy", copy, into, values)
+            return into
+        if on_gpu(into) != on_gpu(values) and not non_blocking:
+            gpu.note_host_wait()
+        return copy(into, values)
+
+    def as_numpy(tensor: torch.Tensor, **words: Any) -> Any:
+        if on_gpu(tensor):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy.")
+        return numpy(tensor, **words)
+
+    def converted(tensor: torch.Tensor, *args: Any, **words: Any) -> torch.Tensor:
+        other = args[0] if args and isinstance(args[0], torch.Tensor) else words.pop("other", None)
+        if other is not None:
+            args = (other.device, other.dtype, *args[1:])
+        place = args[0] if args and isinstance(args[0], torch.device | str) else words.get("device")
+        if place is None or torch.device(place).type not in ("cuda", "cpu"):
+            return to(tensor, *args, **words)
+        args = tuple(CPU if one is place else one for one in args)
+        words |= {"device": CPU} if words.get("device") is not None else {}
+        non_blocking = words.get("non_blocking", False) or any(one is True for one in args)
+        return moved(to(tensor, *args, **words), torch.device(place), non_blocking, before=on_gpu(tensor))
+
+    def moved(tensor: torch.Tensor, place: torch.device, non_blocking: bool, *, before: bool) -> torch.Tensor:
+        """Return `tensor` on `place`: the same if it was there before, else a copy."""
+        if before == (place.type == "cuda"):
+            return tensor
+        if not non_blocking:
+            gpu.note_host_wait()
+        result = clone(tensor)
+        gpu.tag(result, None)
+        if not before:
+            gpu.allocate(result)
+        return result
+
+    return {
+        "device": property(lambda tensor: GPU if on_gpu(tensor) else _device(tensor)),
+        "is_cuda": property(on_gpu),
+        "is_cpu": property(lambda tensor: not on_gpu(tensor) and _device(tensor).type == "cpu"),
+        "get_device": lambda tensor: 0 if on_gpu(tensor) else -1,
+        "record_stream": lambda tensor, stream: gpu.record_stream(tensor, stream),
+        "copy_": copied,
+        "numpy": as_numpy,
+        "pin_memory": lambda tensor, *_: clone(tensor),
+        "cuda": lambda tensor, *_, non_blocking=False: moved(tensor, GPU, non_blocking, before=on_gpu(tensor)),
+        "cpu": lambda tensor, *_: moved(tensor, CPU, False, before=on_gpu(tensor)),
+        "to": converted,
+    }
+
+
 class _Factories(TorchFunctionMode):
     """Create tensors with `device=cuda` in host memory, and tag them."""
 
@@ -258,94 +316,10 @@ class _Factories(TorchFunctionMode):
         if on_gpu := place is not None and torch.device(place).type == "cuda":
             kwargs = kwargs | {"device": CPU}
         result = func(*args, **kwargs)
-        if isinstance(result, torch.Tensor) and (
-            place is not None or not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs)))
-        ):
-            if on_gpu:
-                self._gpu.allocate(result)
-            else:
-                self._gpu.tag(result, None)
+        from_others = place is None and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs)))
+        if isinstance(result, torch.Tensor) and not from_others:
+            self._gpu.allocate(result) if on_gpu else self._gpu.tag(result, None)
         return result
-
-
-def _plainly(method: Any) -> Callable[..., Any]:
-    """Return the method without the modes that replace torch's functions."""
-
-    def call(*args: Any, **words: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            return method(*args, **words)
-
-    return call
-
-
-class _Methods:
-    """Replacements of `torch.Tensor`'s methods that depend on the device."""
-
-    def __init__(self, gpu: EmulatedGpu) -> None:
-        self._gpu = gpu
-        # A mode would look the replacement up by its name.
-        self._copy, self._numpy, self._to, self._clone = map(_plainly, (_T.copy_, _T.numpy, _T.to, _T.clone))
-
-    def on_gpu(self, tensor: torch.Tensor) -> bool:
-        return self._gpu.tag_of(tensor) == _GPU
-
-    def replaced(self) -> dict[str, Any]:
-        return {
-            "device": property(lambda tensor: GPU if self.on_gpu(tensor) else _device(tensor)),
-            "is_cuda": property(self.on_gpu),
-            "is_cpu": property(lambda tensor: not self.on_gpu(tensor) and _device(tensor).type == "cpu"),
-            "get_device": lambda tensor: 0 if self.on_gpu(tensor) else -1,
-            "record_stream": lambda tensor, stream: self._gpu.record_stream(tensor, stream),
-            "copy_": lambda *args, **words: self._copied(*args, **words),
-            "numpy": lambda tensor, **words: self._as_numpy(tensor, **words),
-            "pin_memory": lambda tensor, *_: self._clone(tensor),
-            "cuda": lambda tensor, *_, non_blocking=False: self._moved(tensor, GPU, non_blocking),
-            "cpu": lambda tensor, *_: self._moved(tensor, CPU, False),
-            "to": lambda *args, **words: self._converted(*args, **words),
-        }
-
-    def _copied(self, into: torch.Tensor, values: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        gpu, stream = self._gpu, self._gpu.stream_now()
-        both = self.on_gpu(into) and self.on_gpu(values)
-        if stream is not gpu.compute and (non_blocking or both):
-            gpu.queue("copy", self._copy, into, values)
-            return into
-        if self.on_gpu(into) != self.on_gpu(values) and not non_blocking:
-            gpu.note_host_wait()
-        return self._copy(into, values)
-
-    def _as_numpy(self, tensor: torch.Tensor, **words: Any) -> Any:
-        if self.on_gpu(tensor):
-            raise TypeError("can't convert cuda:0 device type tensor to numpy.")
-        return self._numpy(tensor, **words)
-
-    def _converted(self, tensor: torch.Tensor, *args: Any, **words: Any) -> torch.Tensor:
-        other = args[0] if args and isinstance(args[0], torch.Tensor) else words.pop("other", None)
-        if other is not None:
-            args = (other.device, other.dtype, *args[1:])
-        place = args[0] if args and isinstance(args[0], torch.device | str) else words.get("device")
-        if place is None or torch.device(place).type not in ("cuda", "cpu"):
-            return self._to(tensor, *args, **words)
-        args = tuple(CPU if one is place else one for one in args)
-        words |= {"device": CPU} if words.get("device") is not None else {}
-        non_blocking = words.get("non_blocking", False) or any(one is True for one in args)
-        before = self.on_gpu(tensor)
-        return self._moved(self._to(tensor, *args, **words), torch.device(place), non_blocking, before=before)
-
-    def _moved(
-        self, tensor: torch.Tensor, place: torch.device, non_blocking: bool, *, before: bool | None = None
-    ) -> torch.Tensor:
-        """Return `tensor` on `place`: the same if it was there before, else a copy."""
-        tag = _GPU if place.type == "cuda" else None
-        if (self.on_gpu(tensor) if before is None else before) == (tag == _GPU):
-            return tensor
-        if not non_blocking:
-            self._gpu.note_host_wait()
-        moved = self._clone(tensor)
-        self._gpu.tag(moved, None)
-        if tag == _GPU:
-            self._gpu.allocate(moved)
-        return moved
 
 
 class _Operations(TorchDispatchMode):
@@ -363,27 +337,23 @@ class _Operations(TorchDispatchMode):
             tag = _GPU if _GPU in tags else _EITHER if not tags or _EITHER in tags else None
             if tag == _GPU and func not in _COPIES:
                 self._check(func, given, tags)
-            if func in _READ_BY_HOST and tag == _GPU:
+            if tag == _GPU and func in _READ_BY_HOST:
                 self._gpu.note_host_wait()
             result = func(*args, **kwargs)
             if func not in _COPIES or func is _aten._to_copy.default:
                 theirs = {tensor.untyped_storage()._cdata for tensor in given}
                 for tensor in tree_leaves(result):
-                    if not isinstance(tensor, torch.Tensor) or tensor.untyped_storage()._cdata in theirs:
-                        continue
-                    if tag == _GPU:
-                        self._gpu.allocate(tensor)
-                    else:
-                        self._gpu.tag(tensor, tag)
+                    if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in theirs:
+                        self._gpu.allocate(tensor) if tag == _GPU else self._gpu.tag(tensor, tag)
             return result
 
     def _check(self, func: Any, given: list[torch.Tensor], tags: list[str | None]) -> None:
         """Raise if a tensor of the host takes part in an operation on the GPU."""
-        indexed = func in _INDEXED
         for number, (tensor, tag) in enumerate(zip(given, tags, strict=True)):
+            is_index = func in _INDEXED and number and tensor.dtype is torch.long
             if tag == _EITHER:
                 self._gpu.tag(tensor, _GPU)
-            elif tag is None and tensor.dim() and not (indexed and number and tensor.dtype is torch.long):
+            elif tag is None and tensor.dim() and not is_index:
                 shapes = [(list(one.shape), its or "host") for one, its in zip(given, tags, strict=True)]
                 raise RuntimeError(
                     "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
@@ -416,7 +386,7 @@ def queued(
         for name, value in replaced.items():
             inner.setattr(torch.cuda, name, value)
         for name in ("copy_", "record_stream"):
-            inner.setattr(_T, name, gpu.methods.replaced()[name])
+            inner.setattr(_T, name, gpu.methods[name])
         yield gpu
 
 
@@ -451,7 +421,7 @@ def emulated_gpu(patch: pytest.MonkeyPatch, **how: Any) -> Iterator[EmulatedGpu]
         }
         for name, value in replaced.items():
             inner.setattr(torch.cuda, name, value)
-        for name, value in gpu.methods.replaced().items():
+        for name, value in gpu.methods.items():
             inner.setattr(_T, name, value)
         inner.setitem(sys.modules, "triton", None)  # other tests interpret it: it would not wait for queued work
         inner.setattr(threading.Thread, "run", run_in_modes)

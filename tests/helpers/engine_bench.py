@@ -39,8 +39,7 @@ ON_GPU = torch.cuda.is_available()
 if ON_GPU:  # A GPU needs deterministic algorithms to give the same bits twice.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     use_deterministic_algorithms()
-# The reference that every placement must match bit for bit: plain torch on a CPU. On a GPU, torch's own AdamW rounds
-# differently, so the reference there is the tiered engine with all state in RAM.
+# Every placement must have its bits. On a GPU torch's own AdamW rounds differently.
 REFERENCE = ("--ram-fraction", "1") if ON_GPU else ("--engine", "plain")
 
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -97,16 +96,15 @@ def engine(
 ) -> Iterator[Any]:
     """Yield the engine that the command would build for `words`. With several ranks, all must call it.
 
-    With `--engine plain` it is torch alone (plain_engine.py), which is no engine of the command.
-    `shadows` is the share of the blocks' state in RAM with shadow memory, and `device_sums` that of `TierSizes`, which
-    a plan chooses only for a GPU. `device` is used in place of this machine's. The engine has its `plan`, and as
-    `candidate` what the planner counts for it.
+    With `--engine plain` it is torch alone (plain_engine.py), which is no engine of the command. `shadows` is the share
+    of the blocks' state in RAM with shadow memory, and `device_sums` that of `TierSizes`, which a plan chooses only for
+    a GPU. `device` is used in place of this machine's. The engine has its `plan`, and as `candidate` what the planner
+    counts for it.
     """
     for drive in drives:
         drive.mkdir(exist_ok=True)
-    named = [word for drive in drives for word in ("--nvme", str(drive))]
-    if alone := "plain" in words:
-        words = tuple(word for word in words if word not in ("--engine", "plain"))
+    alone, named = "plain" in words, [word for drive in drives for word in ("--nvme", str(drive))]
+    words = tuple(word for word in words if not alone or word not in ("--engine", "plain"))
     always = ["--scratch"] if alone else ["--scratch", "tiered.page_size=8192", "optim.kernel=torch"]
     if ON_GPU and not alone:  # otherwise a plan moves the state there that `words` place in RAM or on a drive
         always += ["--gpu-fraction", "0"]
@@ -118,33 +116,22 @@ def engine(
         yield PlainEngine(source, config.model, config.optim)
         return
     machine = probe_machine(config.placement, output=str(model))
-    rank, world = ranks.place_here()
-    nodes = ranks.nodes()
+    (rank, world), nodes = ranks.place_here(), ranks.nodes()
     first = next(its.start for its in nodes if rank in its)
     plan = make_plan(config, source.shape, machine, world=world, nodes=len(nodes))
     assert isinstance(plan.sizes, TierSizes)
     most = plan.sizes.device_sums if device_sums is None else device_sums
     sizes = replace(plan.sizes, shadow_fraction=shadows, device_sums=most)
-    leases = ExitStack()
-    places = [leases.enter_context(leased(drive)) for drive in drives if plan.uses_drives and rank == first]
-    with patch.object(tiered, "_device", lambda *_, **__: device) if device else nullcontext():
-        made = TieredEngine(
-            source,
-            plan.work,
-            config.optim,
-            placement=plan.placement,
-            sizes=sizes,
-            drives=ranks.all_gather_json(places, list[Path])[first],
-            **extra,
-        )
-    # What tests compare its bytes with.
-    vars(made)["plan"] = plan
-    vars(made)["candidate"] = TieredCandidate(plan.work, machine, plan.placement, sizes, layouts_of(plan.work))
-    try:
+    with ExitStack() as held:
+        places = [held.enter_context(leased(drive)) for drive in drives if plan.uses_drives and rank == first]
+        places = ranks.all_gather_json(places, list[Path])[first]
+        with patch.object(tiered, "_device", lambda *_, **__: device) if device else nullcontext():
+            of_plan = {"placement": plan.placement, "sizes": sizes, "drives": places}
+            made = TieredEngine(source, plan.work, config.optim, **of_plan, **extra)
+        held.callback(made.close)
+        candidate = TieredCandidate(plan.work, machine, plan.placement, sizes, layouts_of(plan.work))
+        vars(made).update(plan=plan, candidate=candidate)  # what tests compare its bytes with
         yield made
-    finally:
-        made.close()
-        leases.close()
 
 
 Step = tuple[float, float | None]
@@ -158,9 +145,7 @@ def train(
     lr: float = 1e-2,
     before: Callable[[int], None] = lambda step: None,
 ) -> list[Step]:
-    """Train and return (loss, gradient norm) of each step; `before(step)` is called before each step,
-    counted from 1.
-    """
+    """Train and return (loss, gradient norm) of each step; `before(step)` is called before each step, from 1 on."""
     done = []
     for start in range(0, len(data), accumulate):
         before(start // accumulate + 1)
@@ -183,8 +168,7 @@ def assert_near(steps: Sequence[Step], expected: Sequence[Step], *, rel: float) 
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     """Assert that both have the same names and bit-identical tensors."""
     assert one.keys() == other.keys()
-    for name, tensor in other.items():
-        assert torch.equal(one[name], tensor), name
+    assert not [name for name in one if not torch.equal(one[name], other[name])]
 
 
 @cache
@@ -208,10 +192,8 @@ def saved(ours: TieredEngine, place: Path) -> dict[str, bytes]:
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
     """Return a checksum of the tensors' bits, which compares sooner than lists of numbers."""
-    total = hashlib.sha256()
-    for tensor in tensors:
-        total.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()
+    bits = (tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    return hashlib.sha256(b"".join(bits)).hexdigest()
 
 
 def settle(ours: Any) -> None:

@@ -14,9 +14,7 @@ GONE = ("a closed pipe", "a terminal that is gone")
 
 
 def in_a_fork(work: Callable[[], int | None], *, streams: Callable[[], None] = lambda: None) -> int:
-    """Run `work` in a fork that writes to the real stdout and stderr; return its exit code, -N if signal
-    N killed it.
-    """
+    """Run `work` in a fork with the real stdout and stderr; return its exit code, -N if signal N killed it."""
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

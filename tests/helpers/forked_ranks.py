@@ -1,12 +1,7 @@
 """Run functions, trainings or commands on several ranks of this machine, each in a fork.
 
-in_ranks(work, *given, count=3, folder=...)   call work(*given) on each rank; return what each rank's call returned
-start_ranks(work, *given, ...)                the same without waiting: return the processes
-run_ranks(cases, count=3, folder=...)         train each case in turn; return the ranks' results of each case
-call_ranks(words, output=..., count=3)        run the command; return each rank's exit code and output
-python forked_ranks.py FOLDER                 be one of the ranks, and call what FOLDER/work holds
-
-`work` is a function of a module of tests, and what it gets and returns is pickled.
+As a script, be one of the ranks and call what FOLDER/work holds: a function of a module of tests. What it gets and
+returns is pickled.
 """
 
 import hashlib
@@ -27,9 +22,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from commands import Run, start
+from commands import COMMAND, Fork, Run, start
 from engine_bench import Step, batches, digest, engine, masters, train
-from fork_server import COMMAND, Fork
 from seen_calls import run_before
 from uneven_targets import masked
 
@@ -49,12 +43,12 @@ def _start(scripts: Sequence[Sequence[object]], folder: Path, *, nodes: int = 1,
 
     What rank N prints is in its file `told-N`. `how`: see `start`.
     """
-    count, processes = len(scripts), []
+    count, processes = str(len(scripts)), []
     for rank, argv in enumerate(scripts):
-        place = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "LOCAL_RANK": rank % (count // nodes)}
-        told = {name: str(value) for name, value in place.items()} | {STORE: f"{folder}/store"}
+        local = rank % (len(scripts) // nodes)
+        place = {"RANK": str(rank), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "LOCAL_RANK": str(local)}
         out = folder / f"told-{rank}"
-        processes.append(start(*argv, stdout=out, stderr=out, **how, **told))
+        processes.append(start(*argv, stdout=out, stderr=out, **how, **place, **{STORE: f"{folder}/store"}))
     return processes
 
 
@@ -83,9 +77,7 @@ def assert_no_open_port() -> None:
 def call_ranks(
     *words: object, output: Path, count: int = 3, script: Sequence[object] = (COMMAND,), last: Sequence[object] = ()
 ) -> list[Run]:
-    """Run `offload-train WORDS --output OUTPUT` on `count` ranks without a launcher; `last` is appended to the last
-    rank's words.
-    """
+    """Run `offload-train WORDS --output OUTPUT` on `count` ranks without a launcher; `last` follows the last one's."""
     with tempfile.TemporaryDirectory() as folder:
         scripts = [[*script, *words, "--output", output, *(last if n + 1 == count else ())] for n in range(count)]
         codes = [process.wait(300) for process in _start(scripts, Path(folder))]

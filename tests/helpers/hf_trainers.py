@@ -1,6 +1,7 @@
 """Set up transformers' Trainer, stock or offloaded, on a small model and fixed rows."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from engine_bench import batches
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Trainer, TrainingArguments
 
@@ -17,7 +19,6 @@ from offload_trainer.hf import Offloaded, load, session_of
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # Two tests run at the same time.
 
-VOCABULARY = 256  # tokens of `rows`
 STEPS = 20
 # Settings for each placement of the weights. Optimizer state is on the drive, or in the same place as the weights.
 HOMES: dict[str, dict[str, Any]] = {
@@ -38,37 +39,19 @@ def model_folder(folder: Path, **changes: Any) -> Path:
 
 def rows(count: int, *, length: int = 24) -> list[dict[str, torch.Tensor]]:
     """Return learnable rows; each row's loss counts a different number of tokens."""
-    generator = torch.Generator().manual_seed(5)
     made = []
-    for number in range(count):
-        tokens = [int(torch.randint(VOCABULARY, (), generator=generator))]
-        for _ in range(length - 1):
-            tokens.append((5 * tokens[-1] + 3) % VOCABULARY)
-        inputs = torch.tensor(tokens)
-        labels = inputs.clone()
+    for number, batch in enumerate(batches(count, rows=1, length=length)):
+        labels = batch.inputs[0].clone()
         labels[: 1 + 5 * number % 19] = -100
-        made.append({"input_ids": inputs, "labels": labels, "attention_mask": torch.ones_like(inputs)})
+        made.append({"input_ids": batch.inputs[0], "labels": labels, "attention_mask": torch.ones_like(labels)})
     return made
 
 
 def arguments(output: Path, **changes: Any) -> TrainingArguments:
-    words: dict[str, Any] = {
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-2,
-        "weight_decay": 0.1,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 3,
-        "max_grad_norm": 0.5,
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 5,
-        "save_steps": 5,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+    words: dict[str, Any] = {"max_steps": STEPS, "save_steps": 5, "eval_strategy": "steps", "eval_steps": 5}
+    words |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "gradient_accumulation_steps": 2}
+    words |= {"learning_rate": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps": 3, "weight_decay": 0.1}
+    words |= {"max_grad_norm": 0.5, "logging_steps": 1, "report_to": "none", "disable_tqdm": True}
     return TrainingArguments(str(output), **(words | changes))
 
 
@@ -78,11 +61,8 @@ class Ours(Offloaded, Trainer):
 
 def told(trainer: Trainer) -> list[dict[str, Any]]:
     """Return the log history without the entries that depend on the clock."""
-    times = ("runtime", "per_second", "total_flos", "step_time")
-    return [
-        {key: value for key, value in entry.items() if not any(word in key for word in times)}
-        for entry in trainer.state.log_history
-    ]
+    clock = re.compile("runtime|per_second|total_flos|step_time")
+    return [{k: v for k, v in entry.items() if not clock.search(k)} for entry in trainer.state.log_history]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -97,14 +77,8 @@ def stock(folder: Path, output: Path, **changes: Any) -> Trainer:
 @contextmanager
 def loaded(folder: Path, drive: Path, *, home: str = "drive", **keys: Any) -> Iterator[PreTrainedModel]:
     """Yield the model with its session open. No weight is small enough to be exempt from offloading."""
-    sizes = {
-        "dtype": "fp32",
-        "seq_len": 24,
-        "micro_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "page_size": 8192,
-        "kernel": "torch",
-    }
+    sizes = {"dtype": "fp32", "seq_len": 24, "micro_batch_size": 2, "gradient_accumulation_steps": 2}
+    sizes |= {"page_size": 8192, "kernel": "torch"}
     with mock.patch.object(layout, "SMALL", 0):
         model = load(str(folder), nvme=[str(drive)], **(sizes | HOMES[home] | keys))
     try:

@@ -22,55 +22,33 @@ SIDE, PATCH = 32, 8  # pixels of an image's side, and of a patch's
 GRID = SIDE // PATCH
 PATCHES = GRID**2 + 1  # patches of an image, with one for its class
 
-_LAYERS: dict[str, Any] = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+_LAYERS: dict[str, Any] = {"hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4}
+_LAYERS |= {"intermediate_size": 48}
 _LANGUAGE = _LAYERS | {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 64}
 _TOWER = _LAYERS | {"image_size": SIDE, "patch_size": PATCH}
-
-
-def _llava() -> PreTrainedConfig:
-    """Return a tower whose last layer but one gives the features, one token for each patch."""
-    return LlavaConfig(
+_QWEN = {"depth": 2, "hidden_size": HIDDEN, "out_hidden_size": HIDDEN, "intermediate_size": 48, "num_heads": 4}
+_QWEN |= {"patch_size": PATCH, "window_size": SIDE // 2, "fullatt_block_indexes": [1]}
+_ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}
+_IDS = {"image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 3, "vision_end_token_id": 4}
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    # The last layer but one gives the features, one token for each patch.
+    "Llava": lambda: LlavaConfig(
         vision_config=CLIPVisionConfig(**_TOWER),
         text_config=LlamaConfig(**_LANGUAGE),
         image_token_index=VOCABULARY - 1,
         image_seq_length=GRID**2,
-    )
-
-
-def _qwen() -> PreTrainedConfig:
-    """Return a tower for images of any size, with windows of attention, and positions in three dimensions."""
-    names = {"image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 3, "vision_end_token_id": 4}
-    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}
-    vision = {
-        "depth": 2,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 48,
-        "num_heads": 4,
-        "patch_size": PATCH,
-        "window_size": SIDE // 2,
-        "out_hidden_size": HIDDEN,
-        "fullatt_block_indexes": [1],
-    }
-    return Qwen2_5_VLConfig(
-        vision_config=vision,
-        text_config=_LANGUAGE | {"rope_parameters": rope},
-        **{name: VOCABULARY - number for name, number in names.items()},
-    )
-
-
-def _idefics() -> PreTrainedConfig:
-    """Return a tower of whose layers only a part is named as not to be split; four patches become one token."""
-    return Idefics3Config(
+    ),
+    # Images of any size, with windows of attention, and positions in three dimensions
+    "Qwen2_5_VL": lambda: Qwen2_5_VLConfig(
+        vision_config=_QWEN,
+        text_config=_LANGUAGE | {"rope_parameters": _ROPE},
+        **{name: VOCABULARY - number for name, number in _IDS.items()},
+    ),
+    # Of the tower's layers only a part is named as not to be split; four patches become one token.
+    "Idefics3": lambda: Idefics3Config(
         vision_config=_TOWER, text_config=LlamaConfig(**_LANGUAGE), image_token_id=VOCABULARY - 1, scale_factor=2
-    )
-
-
-CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {"Llava": _llava, "Qwen2_5_VL": _qwen, "Idefics3": _idefics}
+    ),
+}
 
 
 def image_model(folder: Path, family: str, *, batches: int) -> list[Batch]:

@@ -5,7 +5,6 @@ Copies to and from the device are those of the real CUDA device on simulated str
 
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -69,13 +68,10 @@ class QueuedKernel:
 
 def late(work: Callable[[], None]) -> Future:
     """Run `work` on a new thread after a random delay."""
-    future, delay = Future(), random.uniform(0.0005, 0.004)
-
-    def carry_out() -> None:
-        time.sleep(delay)
-        work()
-
-    threading.Thread(target=ending(future, carry_out), daemon=True).start()
+    future = Future()
+    thread = threading.Timer(random.uniform(0.0005, 0.004), ending(future, work))
+    thread.daemon = True
+    thread.start()
     return future
 
 

@@ -2,10 +2,8 @@
 suite compare with.
 
 Weights are in the run's dtype with fp32 masters, torch's AdamW updates the masters, gradients are summed in fp32, and
-fp16 uses the loss scaling of torch's GradScaler: halve after an overflow, double after a window of good steps.
-
-On a CPU the tiered engine gives the same bits. On a GPU the results are close but not equal: torch's fused AdamW for
-CUDA rounds a product and a sum together, while the tiered engine's update has the CPU's bits everywhere.
+fp16 uses the loss scaling of torch's GradScaler. On a CPU the tiered engine gives the same bits. On a GPU torch's fused
+AdamW rounds a product and a sum together, while the tiered engine's update has the CPU's bits everywhere.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,28 +42,26 @@ class PlainEngine:
             checkpointed=checkpointed_blocks(model, source.shape),
         )
         self._weights = dict(self._module.model.named_parameters())
+        trained = [weight for weight in source.shape.weights if weight.trainable]
         self._masters: dict[str, Any] = {
-            weight.name: torch.zeros(weight.shape, device=self._device, requires_grad=True)
-            for weight in source.shape.weights
-            if weight.trainable
+            weight.name: torch.zeros(weight.shape, device=self._device, requires_grad=True) for weight in trained
         }
+        self._shapes = {weight.name: tuple(weight.shape) for weight in trained}
+        self._fixed = {n: tuple(w.shape) for n, w in self._weights.items() if n not in self._masters}
         with torch.no_grad():
             for name, value in source.weights() if load_weights else ():
                 self._weights[name].copy_(as_parameter(value, self._dtype))
                 if name in self._masters:
                     self._masters[name].copy_(value)
         self._module.to(self._device)
-        decayed, plain = decay_groups(source.shape.weights)
+        groups = zip(decay_groups(source.shape.weights), (optim.weight_decay, 0.0), strict=True)
         self._adam = torch.optim.AdamW(
             [
-                {"params": [self._masters[weight.name] for weight in weights], "weight_decay": decay}
-                for weights, decay in ((decayed, optim.weight_decay), (plain, 0.0))
-                if weights
+                {"params": [self._masters[w.name] for w in some], "weight_decay": decay}
+                for some, decay in groups
+                if some
             ],
-            lr=optim.lr,
-            betas=optim.betas,
-            eps=optim.eps,
-            fused=True,
+            **{"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "fused": True},
         )
         self._clip = optim.max_grad_norm
         self._scale = LossScale.initial(model.dtype)
@@ -135,14 +131,9 @@ class PlainEngine:
     def snapshot(self) -> BlockingSnapshot:
         steps = {name: int(self._adam.state.get(master, {}).get("step", 0)) for name, master in self._masters.items()}
         most = max(steps.values(), default=0)
-        state = EngineState(
-            optimizer_steps=most,
-            loss_scale=self._scale,
-            weight_steps={name: count for name, count in steps.items() if count != most},
-        )
-        fixed = {n: tuple(w.shape) for n, w in self._weights.items() if n not in self._masters}
-        shapes = {name: tuple(master.shape) for name, master in self._masters.items()}
-        return BlockingSnapshot(state, shapes, fixed, self._dtype, self._read)
+        others = {name: count for name, count in steps.items() if count != most}
+        state = EngineState(optimizer_steps=most, loss_scale=self._scale, weight_steps=others)
+        return BlockingSnapshot(state, self._shapes, self._fixed, self._dtype, self._read)
 
     def _read(self, name: str, kind: str) -> torch.Tensor:
         if kind == "fixed":
@@ -157,22 +148,17 @@ class PlainEngine:
     def load(self, directory: Path) -> None:
         state = read_engine_state(directory, rule=ADAMW)
         self._scale = self._scale.resumed(state.loss_scale)
-        shapes = {name: tuple(master.shape) for name, master in self._masters.items()}
-        for kind in KINDS:
+        for kind, shapes in [*((kind, self._shapes) for kind in KINDS), *[("fixed", self._fixed)] * bool(self._fixed)]:
             for name, tensor in read_tensors(directory, kind, shapes=shapes):
-                master = self._masters[name]
+                if kind in ("master", "fixed"):
+                    self._weights[name].copy_(tensor)
                 if kind == "master":
-                    master.copy_(tensor)
-                    self._weights[name].copy_(master)
-                elif steps := state.weight_steps.get(name, state.optimizer_steps):
+                    self._masters[name].copy_(tensor)
+                elif kind != "fixed" and (steps := state.weight_steps.get(name, state.optimizer_steps)):
                     # The fused update needs the step count on the parameter's device (pytorch #103256, #124133).
                     count = torch.tensor(float(steps), device=self._device)
-                    moments = self._adam.state.setdefault(master, {"step": count})
+                    moments = self._adam.state.setdefault(self._masters[name], {"step": count})
                     moments[kind] = tensor.to(self._device)
-        fixed = {n: tuple(w.shape) for n, w in self._weights.items() if n not in self._masters}
-        if fixed:
-            for name, tensor in read_tensors(directory, "fixed", shapes=fixed):
-                self._weights[name].copy_(tensor)
 
     def close(self) -> None:
         pass

@@ -1,11 +1,10 @@
 """run_with_fault.py FAULT WORDS...: run the command, in which something happens at an exact moment.
 
 FAULT is [RANK:]ACTION[+ACTION...]@MOMENT[=NUMBER]: before the moment's call of that NUMBER (1), the actions happen one
-after the other. With RANK they happen in that rank only. Several FAULTs of one start are separated by semicolons. Those
-separated by commas count for one start after the other, where torchrun starts ranks again; after the last one nothing
-happens. The ranks that `--gpus` starts are run with the same fault. A FAULT without @ is none. The variable
-LOSS_SCALE=VALUE,WINDOW replaces those of fp16, and ENGINE=plain the engine by torch alone (plain_engine.py), whatever
-the plan names.
+after the other, with RANK in that rank only. Several FAULTs of one start are separated by semicolons. Those separated
+by commas count for one start after the other, where torchrun starts ranks again. A FAULT without @ is none. The ranks
+that `--gpus` starts have the same fault. The variable LOSS_SCALE=VALUE,WINDOW replaces those of fp16, and ENGINE=plain
+the engine by torch alone (plain_engine.py), whatever the plan names.
 
 kill, INT, TERM, HUP, ...    this process gets the signal
 pause~FILE                   it waits until FILE exists (5 minutes)
@@ -19,7 +18,6 @@ nan                          the call's result is multiplied by NaN
 """
 
 import errno
-import importlib
 import itertools
 import json
 import os
@@ -29,7 +27,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,75 +49,77 @@ if os.environ.get("ENGINE") == "plain":
         return PlainEngine(setup.source, setup.config.model, setup.config.optim, load_weights=load_weights)
 
     build.build_engine = plain
-PATIENCE = 300.0  # seconds
 
 
 def of_file(name: str) -> Callable[..., bool]:
     return lambda _, descriptor, *__: os.readlink(f"/proc/self/fd/{descriptor}").endswith(f"/{name}")
 
 
+# The function of each moment, in the package if it is not of `os`
+MOMENTS = {
+    "start": "cli.prepare_process",
+    "measure": "machine.bench.bench_machine",
+    "plan": "run.planning.make_plan",
+    "setup": "run.train.Setup",  # planned, with its data
+    "compile": "optim.kernel_cache.subprocess.run",
+    "build": "engine.tiered.TieredEngine.__init__",
+    "load": "offloading.model.OffloadedModel.load",
+    "takeover": "offloading.model.OffloadedModel.resume_from_pages",
+    "step": "engine.tiered.TieredEngine.train_step",
+    "loss": "model.loss.CausalLoss.forward",
+    "evaluation": "engine.tiered.TieredEngine.eval_loss",
+    "read": "os.preadv",
+    "page": "os.pwritev",
+    "flip": "offloading.pages.store.PageCopies.flip",
+    "half": "os.pwrite",  # half of the record is written
+    "record": "os.pwrite",  # after the record was written
+    "metrics": "telemetry.sinks.JsonLines.write",
+    "line": "telemetry.sinks.Telemetry.step",
+    "room": "run.checkpoint.remove_leftovers",  # looks for room for a checkpoint
+    "save": "offloading.pages.named_state.TieredSnapshot.write",
+    "put": "storage.tensorfile.PlacedWriter.put",
+    "manifest": "run.checkpoint.finish_checkpoint",
+    "saved": "run.checkpoint.Checkpoints._report_save",
+    "prune": "run.checkpoint.prune",
+    "export": "run.export._write_shards",
+    "end": "run.resume.drop",
+}
+AFTER = {"loaded": "load", "record": "record", "line": "line", "dropped": "end"}  # moments after a call
+
+
 def of_a_step(_: int, descriptor: int, data: memoryview, *__: Any) -> bool:
     """Return True for a record of a step, not for the first one, which is written before any step."""
-    return os.readlink(f"/proc/self/fd/{descriptor}").endswith("/record") and b'"newest": ""' not in bytes(data)
+    return of_file("record")(_, descriptor) and b'"newest": ""' not in bytes(data)
 
 
-def second_page_of_step_4(_: int, writer: Any, *__: Any) -> bool:
-    return writer.path.name == "exp_avg.safetensors" and "step-00000004" in str(writer.path)
-
-
-ENGINE = "offload_trainer.engine.tiered:TieredEngine"
-# The call of each moment, and which calls count: all, or those of which (number, *arguments) says so. A moment with
-# `BY_STEP` is that of the step NUMBER.
-MOMENTS: dict[str, tuple[str, Callable[..., bool]]] = {
-    "start": ("offload_trainer.cli:prepare_process", lambda *_: True),
-    "measure": ("offload_trainer.machine.bench:bench_machine", lambda *_: True),
-    "plan": ("offload_trainer.run.planning:make_plan", lambda *_: True),
-    "setup": ("offload_trainer.run.train:Setup", lambda *_: True),  # planned, with its data
-    "compile": ("offload_trainer.optim.kernel_cache:subprocess.run", lambda *_: True),
-    "build": (f"{ENGINE}.__init__", lambda *_: True),
-    "load": ("offload_trainer.offloading.model:OffloadedModel.load", lambda *_: True),
-    "takeover": ("offload_trainer.offloading.model:OffloadedModel.resume_from_pages", lambda *_: True),
-    "step": (f"{ENGINE}.train_step", lambda *_: True),
-    "loss": ("offload_trainer.model.loss:CausalLoss.forward", lambda _, module, *__: module.training),
-    "evaluation": (f"{ENGINE}.eval_loss", lambda *_: True),
-    "read": ("os:preadv", of_file("state")),
-    "page": ("os:pwritev", of_file("state")),
-    "flip": ("offload_trainer.offloading.pages.store:PageCopies.flip", lambda *_: True),
-    "half": ("os:pwrite", of_a_step),  # half of the record is written
-    "record": ("os:pwrite", of_a_step),  # after the record was written
-    "metrics": ("offload_trainer.telemetry.sinks:JsonLines.write", lambda n, _, line: json.loads(line)["step"] == n),
-    "line": ("offload_trainer.telemetry.sinks:Telemetry.step", lambda n, _, record: record.step == n),
-    "room": ("offload_trainer.run.checkpoint:remove_leftovers", lambda *_: True),  # looks for room for a checkpoint
-    "save": ("offload_trainer.offloading.pages.named_state:TieredSnapshot.write", lambda *_: True),
-    "put": ("offload_trainer.storage.tensorfile:PlacedWriter.put", second_page_of_step_4),
-    "manifest": ("offload_trainer.run.checkpoint:finish_checkpoint", lambda *_: True),
-    "saved": (
-        "offload_trainer.run.checkpoint:Checkpoints._report_save",
-        lambda n, _, final, *__: final.name == f"step-{n:08d}",
-    ),
-    "prune": ("offload_trainer.run.checkpoint:prune", lambda *_: True),
-    "export": ("offload_trainer.run.export:_write_shards", lambda *_: True),
-    "end": ("offload_trainer.run.resume:drop", lambda *_: True),
+# Which calls count, if not all: (number, *arguments) tells. In `BY_STEP` it is that of the step NUMBER.
+COUNTED: dict[str, Callable[..., bool]] = {
+    "loss": lambda _, module, *__: module.training,
+    "read": of_file("state"),
+    "page": of_file("state"),
+    "half": of_a_step,
+    "record": of_a_step,
+    "metrics": lambda n, _, line: json.loads(line)["step"] == n,
+    "line": lambda n, _, record: record.step == n,
+    "put": lambda _, w, *__: w.path.name == "exp_avg.safetensors" and "step-00000004" in str(w.path),
+    "saved": lambda n, _, final, *__: final.name == f"step-{n:08d}",
 }
 BY_STEP = ("metrics", "line", "saved")
-AFTER = {"loaded": "load", "record": "record", "line": "line", "dropped": "end"}  # moments after a call
 
 
 def fill(directory: Path) -> None:
     """Fill the filesystem of `directory` to its last byte."""
     with open(directory / "filler", "wb", buffering=0) as file:
         for size in (1 << 20, 4096, 1):
-            try:
+            with suppress(OSError):
                 while file.write(bytes(size)) == size:
                     pass
-            except OSError:
-                pass
 
 
 def happen(action: str, given: tuple[Any, ...]) -> None:
     name, _, argument = action.partition("~")
-    until = time.monotonic() + PATIENCE
     if name == "pause":
+        until = time.monotonic() + 300
         while not Path(argument).exists() and time.monotonic() < until:
             time.sleep(0.005)
     elif name in ("full", "low"):
@@ -136,7 +138,7 @@ def happen(action: str, given: tuple[Any, ...]) -> None:
         given[0]._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - until the process ends
     elif name == "lose":
         lose_streams(argument)
-    else:
+    elif name != "nan":
         os.kill(os.getpid(), signal.SIGKILL if name == "kill" else signal.Signals[f"SIG{name}"])
         if threading.current_thread() is not threading.main_thread():
             time.sleep(0.5)  # Handlers run in the main thread, and a second signal must find the first one handled.
@@ -147,37 +149,28 @@ to_come: list[str] = []
 
 def arm(actions: str, moment: str, number: int) -> None:
     """Let the actions happen at the moment."""
-    place, counts = MOMENTS[AFTER.get(moment, moment)]
-    module, _, path = place.partition(":")
-    *outer, name = path.split(".")
-    owner: Any = importlib.import_module(module)
-    for part in outer:
-        owner = getattr(owner, part)
-    call, calls = getattr(owner, name), itertools.count(1)
-    wanted = 1 if moment in BY_STEP else number
+    key = AFTER.get(moment, moment)
+    place = MOMENTS[key] if MOMENTS[key].startswith("os.") else f"offload_trainer.{MOMENTS[key]}"
+    owner, name = resolve_name(place.rpartition(".")[0]), place.rpartition(".")[2]
+    call, calls, counts = getattr(owner, name), itertools.count(1), COUNTED.get(key, lambda *_: True)
     to_come.append(moment)
 
-    def act(actions: list[str], given: tuple[Any, ...]) -> None:
-        try:
-            happen(actions[0], given)
-        finally:  # Before there is anything to save, the first of two signals raises from there.
-            if actions[1:]:
-                act(actions[1:], given)
+    def act(given: tuple[Any, ...]) -> None:
+        to_come.remove(moment)
+        with ExitStack() as stack:  # Before there is anything to save, the first of two signals raises from there.
+            for action in reversed(actions.split("+")):
+                stack.callback(happen, action, given)
 
     def armed(*given: Any, **words: Any) -> Any:
-        now = counts(number, *given) and next(calls) == wanted
-        if now:
-            to_come.remove(moment)
+        now = counts(number, *given) and next(calls) == (1 if moment in BY_STEP else number)
         if now and moment == "half":
             call(given[0], given[1][: len(given[1]) // 2], *given[2:])
-        if now and actions == "nan":
-            return call(*given, **words) * float("nan")
         if now and moment not in AFTER:
-            act(actions.split("+"), given or (SimpleNamespace(**words),))
+            act(given or (SimpleNamespace(**words),))
         found = call(*given, **words)
         if now and moment in AFTER:
-            act(actions.split("+"), given)
-        return found
+            act(given)
+        return found * float("nan") if now and actions == "nan" else found
 
     setattr(owner, name, armed)
 

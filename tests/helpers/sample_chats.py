@@ -17,14 +17,10 @@ from offload_trainer.data.run_data import prepare_data, prepare_tokens
 from offload_trainer.data.tokenizer import tokenizer_fingerprint
 
 SPECIAL = ["<pad>", "<s>", "<end>", "<user>", "<assistant>"]
-
-
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}<end>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-
-
 CHATS = [
     (f"What follows {word}?", f"{word} and {word[::-1]}.") for word in ("one", "two", "three", "four", "five", "six")
 ]
@@ -96,13 +92,9 @@ def chats() -> Dataset:
 
 
 def preferences() -> Dataset:
-    pairs = [(turns(asked), _answer(told), _answer(told[::-1])) for asked, told in CHATS]
-    return Dataset.from_list([{"prompt": asked, "chosen": good, "rejected": bad} for asked, good, bad in pairs])
+    pairs = [(turns(asked), message("assistant", told), message("assistant", told[::-1])) for asked, told in CHATS]
+    return Dataset.from_list([{"prompt": asked, "chosen": [good], "rejected": [bad]} for asked, good, bad in pairs])
 
 
 def prompts() -> Dataset:
     return Dataset.from_list([{"prompt": turns(asked)} for asked, _ in CHATS])
-
-
-def _answer(text: str) -> list[dict[str, Any]]:
-    return [message("assistant", text)]

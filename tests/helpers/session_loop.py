@@ -60,13 +60,11 @@ class Spare(Tower):
 
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
     found = model(input_ids=batch.inputs)
-    logits = found if isinstance(found, torch.Tensor) else found.logits
-    return functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+    return functional.cross_entropy(getattr(found, "logits", found).flatten(0, 1), batch.targets.flatten())
 
 
 def of_rows(model: Any, number: int) -> torch.Tensor:
-    loss: torch.Tensor = model(**ROWS[number]).loss
-    return loss
+    return model(**ROWS[number]).loss
 
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.OneCycleLR:
@@ -152,11 +150,10 @@ def rounded(weight: torch.Tensor, base: str) -> torch.Tensor:
     values = functional.pad(values, (0, -values.numel() % 256))
     if base == "nf4":
         codes, state = bits.quantize_4bit(values, blocksize=64, quant_type="nf4")
-        state.dtype = torch.float32
-        found = bits.dequantize_4bit(codes, state)
+        read = bits.dequantize_4bit
     else:
         table = torch.tensor([max(k, -127) / 127 for k in range(-128, 128)])
         codes, state = bits.quantize_blockwise(values, code=table, blocksize=256)
-        state.dtype = torch.float32
-        found = bits.dequantize_blockwise(codes, state)
-    return found.flatten()[: weight.numel()].view(weight.shape)
+        read = bits.dequantize_blockwise
+    state.dtype = torch.float32
+    return read(codes, state).flatten()[: weight.numel()].view(weight.shape)

@@ -16,20 +16,9 @@ from transformers import (
     Qwen3Config,
 )
 
-_COMMON = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 99,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
-
-
+_COMMON = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_COMMON |= {"num_key_value_heads": 2, "vocab_size": 99, "max_position_embeddings": 64}
+_COMMON |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 ARCHITECTURES = {
     "gpt2": GPT2Config(
         n_layer=2, n_embd=32, n_head=4, vocab_size=99, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0

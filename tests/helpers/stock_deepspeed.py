@@ -1,8 +1,4 @@
-"""Train with stock DeepSpeed on several ranks; count the bytes that its collectives carry.
-
-train_stock(folder, words, ranks=2)      train on `ranks` ranks in forks; FOLDER holds `model`, a directory with weights
-planned_bytes(folder, words, ranks=2)    return the collectives' bytes according to the plan
-"""
+"""Train with stock DeepSpeed on several ranks; count the bytes that its collectives carry."""
 
 import inspect
 from functools import partial
@@ -29,9 +25,10 @@ NAMES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce", "reduce
 
 
 def train_stock(folder: Path, *words: str, ranks: int, steps: int = 3) -> Any:
-    """Return what rank 0 has seen: `steps`, `stage` of ZeRO, and at the end `masters` and the weights that are `apart`.
+    """Train FOLDER/model, which has weights; return what rank 0 has seen.
 
-    Of the last step also the `bytes` that went through it, and how often it has called each collective (`calls`).
+    That is `steps`, `stage` of ZeRO, and at the end `masters` and the weights that are `apart`. Of the last step also
+    the `bytes` that went through it, and how often it has called each collective (`calls`).
     """
     return in_ranks(_train, folder, words, steps, count=ranks, folder=folder, stock=True)[0]
 

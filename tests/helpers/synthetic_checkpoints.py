@@ -62,12 +62,8 @@ def exported(given: Path, place: Path, *, dtype: str) -> Path:
     source = resolve_model(ModelSection(name=str(given)), seed=0)
     save_model_config(source, place / "run", dtype=torch.float32, end_of_text=None)
     save_tokenizer(load_tokenizer(str(given)), place / "run")
-    weights = dict(source.weights())
-    whole = Source(
-        shapes={name: tuple(tensor.shape) for name, tensor in weights.items()},
-        read=weights.__getitem__,
-        model=place / "run",
-        description="",
-    )
+    weights, model = dict(source.weights()), place / "run"
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    whole = Source(shapes=shapes, read=weights.__getitem__, model=model, description="")
     write_model(whole.with_buffers(), place / dtype, dtype=dtype, check=False)
     return place / dtype

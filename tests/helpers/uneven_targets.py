@@ -20,9 +20,7 @@ def random_weights(folder: Path) -> Path:
 
 
 def masked(data: list[Batch]) -> list[Batch]:
-    """Mask targets so that the batches count `COUNTS` targets each, at random places. A row's last token is never a
-    target.
-    """
+    """Mask targets so that the batches count `COUNTS` targets each, at random places, never a row's last one."""
     random, made = torch.Generator().manual_seed(7), []
     for number, batch in enumerate(data):
         places = batch.targets[:, :-1].numel()

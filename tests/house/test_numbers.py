@@ -4,7 +4,6 @@ import json
 import math
 import time
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +87,14 @@ def counted_flops(source: ModelSource) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("name", "frozen"), CASES)
 def test_flops_are_torchs(name: str, frozen: str, tmp_path: Path) -> None:
-    """FLOPs equal torch's count.
-
-    Frozen weights have no gradients, and the backward stops at the first trained weight.
-    """
+    """Frozen weights have no gradients, and the backward stops at the first trained weight."""
     source = source_of(tmp_path, name, frozen)
     shape = source.shape
     forward, backward = counted_flops(source)
-    tokens = ROWS * LENGTH
-    of_forward = shape.block_flops(seq_len=LENGTH) + shape.head_flops()
-    assert tokens * of_forward == pytest.approx(forward, rel=1e-6)
+    tokens, ours = ROWS * LENGTH, shape.block_flops(seq_len=LENGTH) + shape.head_flops()
+    assert tokens * ours == pytest.approx(forward, rel=1e-6)
     assert tokens * shape.backward_flops(seq_len=LENGTH) == pytest.approx(backward, rel=1e-6)
-    assert shape.flops_per_token(seq_len=LENGTH) == of_forward + shape.backward_flops(seq_len=LENGTH)
+    assert shape.flops_per_token(seq_len=LENGTH) == ours + shape.backward_flops(seq_len=LENGTH)
 
 
 # -- a run: each number of its records
@@ -116,24 +111,10 @@ class Counted:
     wall: float
     ids: torch.Tensor
 
-    @cached_property
-    def evaluations(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.run.output / "evaluations.jsonl").read_text().splitlines()]
-
-    @cached_property
-    def plan(self) -> dict[str, Any]:
-        return json.loads((self.run.output / "plan.json").read_text())
-
     def rows(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets, cut from the text's ids."""
         held = self.ids[first * SEQ : (first + count) * SEQ + 1]
         return held[:-1].view(count, SEQ), held[1:].view(count, SEQ)
-
-    @property
-    def held_out(self) -> int:
-        """Return the first row of the last 5 %."""
-        rows = (len(self.ids) - 1) // SEQ
-        return rows - int(0.05 * rows)
 
     def model(self) -> Any:
         """Return the initial model: transformers' random weights, in bf16."""
@@ -151,10 +132,9 @@ def loss_of(model: Any, rows: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor
 def counted(tmp_path_factory: pytest.TempPathFactory) -> Counted:
     """Run training with a drive, validations and saves."""
     folder, drive = tmp_path_factory.mktemp("numbers"), tmp_path_factory.mktemp("drive")
-    words = ["--steps", STEPS, "train.eval_every=3", "--save-every", 3, "data.shuffle=false"]
-    words += ["placement.threads=2", "--nvme", drive, "--ram-fraction", "0.5", "optim.warmup_steps=0"]
+    words = ["--steps", STEPS, "train.eval_every=3", "--save-every", 3, "data.shuffle=false", "optim.warmup_steps=0"]
+    words += ["placement.threads=2", "--nvme", drive, "--ram-fraction", "0.5", f"train.eval_rows={EVAL_ROWS}"]
     words += ["--seq-len", SEQ, "--micro-batch", MICRO, "--lr", "1e-3", "optim.schedule=cosine", "--params", "gpu"]
-    words += [f"train.eval_rows={EVAL_ROWS}"]
     words += ["tiered.overlap=off"]  # phases then add up to the step
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OFFLOAD_TRAINER_CACHE", str(folder / "cache"))
@@ -197,14 +177,12 @@ def test_steps_count_tokens_rates_and_seconds(counted: Counted) -> None:
 
 
 def test_steps_count_the_bytes_of_memory_and_drives(counted: Counted) -> None:
-    """Drive traffic is the plan's: 12 bytes a parameter each way, plus padding of weights and pages.
-
-    A save reads once more.
-
-    Peak memory is within 15 % of the plan's: a small model's varies with processors, threads and the moment of a save.
+    """Drive traffic is the plan's: 12 bytes a parameter each way, plus padding of weights and pages, and a save reads
+    once more. Peak memory, which varies with threads and the moment of a save, is within 15 % of the plan's.
     """
     half, steps = 6 * counted.model().num_parameters(), counted.run.steps
-    moved = [one for one in counted.plan["traffic"] if one["place"] != "device"]
+    plan = json.loads((counted.run.output / "plan.json").read_text())
+    moved = [one for one in plan["traffic"] if one["place"] != "device"]
     for way, key in (("read", "nvme_read_bytes"), ("written", "nvme_written_bytes")):
         counts = [step[key] for step in steps[2:]]
         if None not in counts:
@@ -212,23 +190,25 @@ def test_steps_count_the_bytes_of_memory_and_drives(counted: Counted) -> None:
             assert sorted(counts)[len(counts) // 2] == pytest.approx(sum(one[way] for one in moved), rel=0.005)
     peaks = [step["host_rss_bytes"] for step in steps]
     assert peaks == sorted(peaks)
-    assert peaks[-1] == pytest.approx(counted.plan["tiers"]["ram"]["need"], rel=0.15)
+    assert peaks[-1] == pytest.approx(plan["tiers"]["ram"]["need"], rel=0.15)
     (drive,) = {one["place"] for one in moved}
     for step in steps:
         assert 0.5 * step["host_rss_bytes"] < step["memory"]["ram"] <= 1.01 * step["host_rss_bytes"]
-        assert step["memory"]["drives"] == pytest.approx(counted.plan["tiers"][drive]["need"], rel=0.02)
+        assert step["memory"]["drives"] == pytest.approx(plan["tiers"][drive]["need"], rel=0.02)
         assert step["memory"]["drives"] > 0.98 * half
         assert torch.cuda.is_available() or step["device_peak_bytes"] == 0
         assert torch.cuda.is_available() or "allocation_retries" not in step
 
 
 def test_evaluations_have_transformers_loss(counted: Counted) -> None:
-    assert [record["step"] for record in counted.evaluations] == [3, 6]
-    model = counted.model()
+    """Of the last 5 % of the rows."""
+    evaluations = [json.loads(line) for line in (counted.run.output / "evaluations.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in evaluations] == [3, 6]
+    model, rows = counted.model(), (len(counted.ids) - 1) // SEQ
     held = load_file(counted.run.output / f"checkpoints/step-{STEPS:08d}/master.safetensors")
     model.load_state_dict({name: value.bfloat16() for name, value in held.items()}, strict=False)
     with torch.no_grad():
-        loss = float(loss_of(model, counted.rows(counted.held_out, EVAL_ROWS)))
-    assert counted.evaluations[-1]["validation_loss"] == pytest.approx(loss, abs=5e-3)
-    for record in counted.evaluations:
+        loss = float(loss_of(model, counted.rows(rows - int(0.05 * rows), EVAL_ROWS)))
+    assert evaluations[-1]["validation_loss"] == pytest.approx(loss, abs=5e-3)
+    for record in evaluations:
         assert record["perplexity"] == pytest.approx(math.e ** record["validation_loss"])

@@ -1,7 +1,4 @@
-"""Tests of packages: version bounds have one source, a missing one is reported, and docs/install.md installs them.
-
-A terminal is told before torch and transformers are loaded, which takes seconds.
-"""
+"""Tests of packages: version bounds have one source, a missing one is reported, and docs/install.md installs them."""
 
 import ast
 import json
@@ -23,15 +20,15 @@ from offload_trainer import packages
 from offload_trainer.engine import deepspeed as stock
 from offload_trainer.errors import TrainerError, UserError, explain
 from offload_trainer.packages import OPTIONAL, REQUIRED, explain_import, is_installed, to_install, too_old
-from offload_trainer.plan.machine import _CU126, MachineProfile, read_machine
+from offload_trainer.plan.machine import _CU126, read_machine
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.run.commands import doctor
 from offload_trainer.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-LIBRARIES = {"deepspeed", "bitsandbytes", "tensorboard", "accelerate", "trl", "peft", "datasets", "pyarrow"}
-LIBRARIES |= {"wandb", "trackio"}
+LIBRARIES = set(OPTIONAL)
+EXTRAS = PROJECT["optional-dependencies"]
 
 
 def bounds(requirements: list[str]) -> dict[str, str]:
@@ -41,8 +38,7 @@ def bounds(requirements: list[str]) -> dict[str, str]:
 def test_bounds_are_pyprojects() -> None:
     assert bounds(PROJECT["dependencies"]) == REQUIRED
     assert len(PROJECT["dependencies"]) == len(REQUIRED)
-    extras = [line for name, lines in PROJECT["optional-dependencies"].items() if name != "test" for line in lines]
-    assert bounds(extras) == OPTIONAL
+    assert bounds([line for name, lines in EXTRAS.items() if name != "test" for line in lines]) == OPTIONAL
 
 
 def test_no_module_imports_an_optional_library_when_it_is_imported() -> None:
@@ -54,8 +50,7 @@ def test_no_module_imports_an_optional_library_when_it_is_imported() -> None:
 
 
 REFUSING = """
-import importlib.util
-import sys
+import importlib.util, sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
@@ -65,14 +60,15 @@ class Refuse:
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, package=None: None if name in {names} else found(name, package)
 sys.meta_path.insert(0, Refuse())
+sys.argv[0] = "offload-train"
+from offload_trainer.__main__ import main
+raise SystemExit(main())
 """
 
 
 def run_without(names: set[str], *words: object, stderr: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
     """Run `offload-train WORDS` in a process that cannot import these packages."""
-    code = REFUSING.format(names=names) + "sys.argv[0] = 'offload-train'\n"
-    code += "from offload_trainer.__main__ import main; raise SystemExit(main())"
-    argv = [sys.executable, "-c", code, *map(str, words)]
+    argv = [sys.executable, "-c", REFUSING.format(names=names), *map(str, words)]
     return subprocess.run(argv, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment(), timeout=500)
 
 
@@ -101,25 +97,19 @@ def test_a_feature_of_a_missing_library_is_refused_in_one_line(tmp_path: Path) -
     assert not (tmp_path / "out").exists()
 
 
-def machine(*installed: str) -> MachineProfile:
-    """Return a machine whose GPU has memory for a small model."""
-    return replace(read_machine("h200"), packages=installed)
-
-
 def test_auto_never_picks_what_is_not_installed() -> None:
-    shape = SHAPES["gpt2"]
-    config = load_config(["--model", "gpt2"])
-    assert make_plan(config, shape, machine()).engine == "tiered"
-    eight = load_config(["--model", "gpt2", "--engine", "deepspeed", "optim.moment_dtype=8bit"])
+    def engine(*words: str, installed: tuple[str, ...] | None = ()) -> str:
+        here = replace(read_machine("h200"), packages=installed)
+        return make_plan(load_config(["--model", "gpt2", *words]), SHAPES["gpt2"], here).engine
+
+    eight = ("--engine", "deepspeed", "optim.moment_dtype=8bit")
+    assert engine() == "tiered"
     with pytest.raises(UserError, match=r"--engine deepspeed needs deepspeed, which is not installed: pip install"):
-        make_plan(eight, shape, machine())
-    with pytest.raises(
-        UserError, match=r"moment_dtype=8bit with --engine deepspeed needs bitsandbytes, .*'bitsandbytes>=0\.50\.2'"
-    ):
-        make_plan(eight, shape, machine("deepspeed"))
-    assert make_plan(eight, shape, machine("deepspeed", "bitsandbytes")).engine == "deepspeed"
-    unknown = replace(machine(), packages=None)  # a machine known only from its description
-    assert make_plan(eight, shape, unknown).engine == "deepspeed"
+        engine(*eight)
+    with pytest.raises(UserError, match=r"8bit with --engine deepspeed needs bitsandbytes, .*'bitsandbytes>=0\.50\.2'"):
+        engine(*eight, installed=("deepspeed",))
+    assert engine(*eight, installed=("deepspeed", "bitsandbytes")) == "deepspeed"
+    assert engine(*eight, installed=None) == "deepspeed"  # a machine known only from its description
 
 
 def test_a_broken_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +166,6 @@ def test_a_bug_keeps_its_traceback() -> None:
 
 
 PAGE = (ROOT / "docs/install.md").read_text()
-EXTRAS = PROJECT["optional-dependencies"]
 IMAGE = re.sub(r"\\\n", "", (ROOT / "Dockerfile").read_text())  # one instruction a line
 
 
@@ -186,11 +175,8 @@ def of_card(card: str) -> str:
     return line
 
 
-def test_the_page_and_the_messages_name_one_build_for_volta() -> None:
+def test_the_page_describes_each_extra_and_names_one_build_for_volta() -> None:
     assert _CU126.replace("--force-reinstall ", "") == of_card("Volta")
-
-
-def test_all_is_every_extra_and_each_is_described() -> None:
     (everything,) = EXTRAS["all"]
     named = re.fullmatch(r"offload-trainer\[(.*)\]", everything)
     assert named

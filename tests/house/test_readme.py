@@ -1,9 +1,8 @@
 """Tests of the README and docs/: commands parse, plans run, named files exist, tables and quoted messages are right.
 
 Other tests run the README's quickstart (tests/tools/test_newcomer.py), and the Python of docs/library.md,
-docs/integrations.md and the README (tests/library). This module runs the commands that need no training and no drive.
-It parses the others with today's keys. They need a model, a run or a checkpoint that is not here, or minutes of a
-drive, and other tests run their like.
+docs/integrations.md and the README (tests/library). The commands here that need a model, a run or minutes of a drive
+are only parsed.
 """
 
 import ast
@@ -11,7 +10,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,7 +48,7 @@ def verb(command: str) -> str:
 def is_run(command: str) -> bool:
     """Return whether this module runs the command.
 
-    tests/plan/test_recipes.py plans the recipes, since their models are on the hub. tests/tools/test_tutorial.py runs
+    tests/plan/test_recipes.py plans the recipes, since their models are on the hub. tests/tools/test_newcomer.py runs
     the tutorial's commands, whose models are the demo's and one of the hub.
     """
     return verb(command) in RUN and not any(name in command for name in ("configs/", "demo-run/", "Qwen/"))
@@ -83,12 +81,13 @@ def test_commands_without_training_run(
     assert "DOES NOT FIT" not in printed
 
 
-def test_each_command_is_on_a_page() -> None:
+def test_each_command_is_on_a_page_and_what_pages_name_exists() -> None:
     assert {verb(command) for command in COMMANDS} == {*OURS, "--help"}
-
-
-def test_scripts() -> None:
     assert not [script for script in SCRIPTS if not (ROOT / script).is_file()]
+    assert not [(page, link) for page, link in LINKS if not (ROOT / page).parent.joinpath(link).exists()]
+    assert set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)) >= TARGETS
+    named = set(re.findall(r"`([a-z]+/test_\w+\.py)`", (ROOT / "tests/README.md").read_text()))
+    assert named == {path.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
 
 
 @pytest.mark.parametrize("command", sorted(command for command in COMMANDS if verb(command) not in ("ls", "runs")))
@@ -105,16 +104,6 @@ def test_commands(command: str) -> None:
     if getattr(given, "machine", None):
         read_machine(given.machine)
     load_config(rest[2:] if name == "import" else rest)
-
-
-@pytest.mark.parametrize("target", sorted(TARGETS))
-def test_make_targets(target: str) -> None:
-    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-
-
-@pytest.mark.parametrize(("page", "link"), LINKS)
-def test_links(page: str, link: str) -> None:
-    assert (ROOT / page).parent.joinpath(link).exists()
 
 
 @pytest.mark.parametrize("page", TABLES)
@@ -135,20 +124,9 @@ def test_tables_are_tables(page: str) -> None:
         table = []
 
 
-def literals() -> Iterator[str]:
-    """Yield each string in the package; `...` stands for a value of an f-string."""
-    for path in (ROOT / "offload_trainer").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
-            elif isinstance(node, ast.JoinedStr):
-                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
-
-
 def quoted() -> list[str]:
-    """Return the messages that the pages quote.
-
-    They are in the first column of tables whose header begins with "message" or "symptom", and behind "says".
+    """Return the messages that the pages quote: in the first column of tables whose header begins with "message" or
+    "symptom", and behind "says".
     """
     found: list[str] = []
     for text in TEXTS.values():
@@ -162,17 +140,18 @@ def quoted() -> list[str]:
 
 def test_quoted_messages_are_printed() -> None:
     """`...` in a message stands for any text of the same string."""
-    text = [literal.replace("\n", " ") for literal in literals()]
+    text = []
+    for node in (
+        node for path in (ROOT / "offload_trainer").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+    ):
+        if isinstance(node, ast.Constant | ast.JoinedStr):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            text.append("".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in parts))
     messages = quoted()
     assert len(messages) > 20
     for message in messages:
         pattern = re.compile(".*".join(map(re.escape, re.split(r"\s*\.\.\.\s*", message))))
-        assert any(map(pattern.search, text)), message
-
-
-def test_each_test_file_holds_a_promise() -> None:
-    named = set(re.findall(r"`([a-z]+/test_\w+\.py)`", (ROOT / "tests/README.md").read_text()))
-    assert named == {path.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
+        assert any(pattern.search(literal.replace("\n", " ")) for literal in text), message
 
 
 @pytest.mark.slow

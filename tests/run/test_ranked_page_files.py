@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import FAULTY, call, results, start
-from fork_server import COMMAND
+from commands import COMMAND, FAULTY, call, results, start
 from forked_ranks import call_ranks
 from placements import until
 from test_page_files import ALL, gone_on, place  # noqa: F401  # a fixture

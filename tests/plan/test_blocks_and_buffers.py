@@ -1,4 +1,4 @@
-"""Tests of the number of blocks that a plan checkpoints, of its weight buffers, and of units too large for the device."""
+"""Tests of the number of blocks that a plan checkpoints, its weight buffers, and units too large for the device."""
 
 from __future__ import annotations
 

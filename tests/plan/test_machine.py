@@ -1,5 +1,5 @@
 """Tests of machine profiles: hardware and the links between ranks are probed, timed, stored, and described in files;
-NUMA nodes; cards that the installed torch supports, dtypes that their units compute, and what plan, bench and doctor report.
+NUMA nodes; cards that torch supports, dtypes that their units compute, and what plan, bench and doctor report.
 """
 
 import itertools

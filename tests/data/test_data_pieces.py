@@ -247,15 +247,6 @@ def test_packed_documents_begin_with_their_marks(tmp_path: Path) -> None:
         run_data(path, vocabulary=4000, seq_len=4, packing="on", tokenizer=str(tmp_path / "opt"))
 
 
-def test_tokenizers_that_differ_in_their_marks_alone_have_different_fingerprints() -> None:
-    """So their token files in a cache differ. This includes those without a tokenizer.json."""
-    first, second = (Marked.of(name).tokenizer for name in ("Llama 2", "Llama 2 with add_eos_token"))
-    assert tokenizer_fingerprint(first) != tokenizer_fingerprint(second)
-    other = ByT5Tokenizer()
-    other.build_inputs_with_special_tokens = lambda ids, _=None: [5, *ids]
-    assert tokenizer_fingerprint(other) != tokenizer_fingerprint(ByT5Tokenizer())
-
-
 # -- tokenizers -----------------------------------------------------------------------------------------------------
 
 
@@ -286,6 +277,7 @@ def test_the_builtin_tokenizer_encodes_any_text(
 
 
 def test_the_fingerprint_tells_tokenizers_apart_and_ignores_call_settings() -> None:
+    """Those that differ in their marks alone too, with a tokenizer.json or without one."""
     one = small_tokenizer({"?": 0, "a": 1, "b": 2})
     fingerprint = tokenizer_fingerprint(one)
     assert fingerprint == tokenizer_fingerprint(small_tokenizer({"?": 0, "a": 1, "b": 2}))
@@ -293,6 +285,11 @@ def test_the_fingerprint_tells_tokenizers_apart_and_ignores_call_settings() -> N
     one(["a b a"], truncation=True, max_length=2)
     assert one.backend_tokenizer.truncation is not None
     assert tokenizer_fingerprint(one) == fingerprint
+    first, second = (Marked.of(name).tokenizer for name in ("Llama 2", "Llama 2 with add_eos_token"))
+    assert tokenizer_fingerprint(first) != tokenizer_fingerprint(second)
+    other = ByT5Tokenizer()
+    other.build_inputs_with_special_tokens = lambda ids, _=None: [5, *ids]
+    assert tokenizer_fingerprint(other) != tokenizer_fingerprint(ByT5Tokenizer())
     assert vocabulary_size(small_tokenizer({"?": 0, "a": 9})) == 10  # the ids between them count
 
 

@@ -21,7 +21,6 @@ from forked_ranks import call_ranks
 from pyarrow import Table, parquet
 from sample_chats import chat_tokenizer, lines, message, token_spec, turns
 from seen_calls import calls_of
-from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from offload_trainer.data import stream
@@ -78,7 +77,6 @@ def written(path: Path, kind: str) -> Path:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Return a jsonl file with the documents."""
     return written(tmp_path / "data.jsonl", "text")
 
 
@@ -214,17 +212,11 @@ def test_each_setting_makes_another_stream(tmp_path: Path) -> None:
     assert streams[0].summary == prepared(path, tokenizer=tokenizer).summary
 
 
-def dated(date: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose template prints a date, an expression of Jinja, in front of each conversation."""
-    tokenizer = chat_tokenizer()
-    tokenizer.chat_template = f"{{{{ {date} }}}}|{sample_chats.TEMPLATE}"
-    return tokenizer
-
-
 def test_a_template_prints_the_date_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows have data.template_date, whatever day it is, so they are those of a template with that date in it."""
     path = written(tmp_path / "data.jsonl", "chat")
-    now, fixed = dated('strftime_now("%d %b %Y")'), dated('"31 Jan 2026"')
+    dates = ('{{ strftime_now("%d %b %Y") }}|', "31 Jan 2026|")
+    now, fixed = (chat_tokenizer(date + sample_chats.TEMPLATE) for date in dates)
     expected = ids_of(path, tokenizer=fixed)
     for days in (0, 1, 400):
         moved = SimpleNamespace(now=lambda days=days: datetime.now() + timedelta(days))

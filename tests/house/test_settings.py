@@ -40,10 +40,15 @@ from offload_trainer.storage.owned_dirs import cache_directory
 from offload_trainer.units import shown
 
 
-def mistakes(*words: str) -> list[str]:
+def told(*words: str) -> str:
+    """Return the message that refuses a configuration."""
     with pytest.raises(UserError) as caught:
         load_config(list(words))
-    first, *lines = str(caught.value).splitlines()
+    return str(caught.value)
+
+
+def mistakes(*words: str) -> list[str]:
+    first, *lines = told(*words).splitlines()
     assert first.startswith(str(len(lines)))
     return [line.removeprefix("  - ") for line in lines]
 
@@ -107,8 +112,7 @@ def test_values_of_the_file_and_then_of_words_in_order(
     assert load_config([str(path)]) == config
 
 
-def test_an_invalid_list_is_refused() -> None:
-    """And a pattern that YAML would refuse is taken unchanged."""
+def test_an_invalid_list_is_refused_and_a_pattern_that_yaml_would_refuse_is_not() -> None:
     (told,) = mistakes(r'model.freeze=[wte,"h\.0\."]')
     assert told.startswith(r'model.freeze=[wte,"h\.0\."]: not YAML: ')
     assert "unknown escape character" in told
@@ -228,8 +232,7 @@ BOMBS = {
 }
 
 
-def test_a_file_that_is_no_configuration_is_one_mistake(tmp_path: Path) -> None:
-    """Also one that cannot be read, which does not block."""
+def test_a_file_that_is_no_configuration_or_cannot_be_read_is_one_mistake(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     for text, wrong in BOMBS.values():
         file.write_bytes(text.encode(errors="surrogateescape"))
@@ -293,10 +296,7 @@ def test_every_kind_of_value_of_every_key_reads_back(tmp_path: Path, monkeypatch
 
 
 def test_answers_without_torch(tmp_path: Path) -> None:
-    """Help, mistakes and recipes load nothing heavy and write only a copy; a mistake exits with 2.
-
-    A model, drive or file that is missing is named before torch is loaded.
-    """
+    """So do mistakes, recipes, which write only a copy, and a model, drive or file that is missing."""
     code = (
         "import sys; from offload_trainer.cli import main\n"
         "words = (['--help'], ['optim.lrr=1'], ['plan', '--stepz', '3'], ['--print-config'], ['ls'],\n"
@@ -318,7 +318,6 @@ def test_answers_without_torch(tmp_path: Path) -> None:
 
 
 def test_documentation_of_keys_is_current() -> None:
-    """docs/config.md is the output of scripts/write_config_docs.py."""
     from write_config_docs import page
 
     assert Path("docs/config.md").read_text() == page()
@@ -345,8 +344,6 @@ def test_a_flag_of_one_command_names_that_command() -> None:
     assert parse("train", ["--seed", "1", "--dtype", "bf16"])[1] == ["--seed", "1", "--dtype", "bf16"]
 
 
-ADAPTERS, QUANTISED, LOGGED = "for adapters (PEFT) use the Python library", "never quantised", "metrics.jsonl"
-
 # what a user types -> the equivalent here, or a part of the message if nothing is equivalent
 LEADS: dict[str, str] = {
     "--gradient_checkpointing": "model.activation_checkpointing=on",  # transformers and TRL
@@ -356,7 +353,7 @@ LEADS: dict[str, str] = {
     "--optim adamw_8bit": "optim.moment_dtype=8bit",
     "--deepspeed ds.json": "--engine deepspeed",
     "--push_to_hub": "hf upload USER/NAME DIR",
-    "--logging_steps 10": LOGGED,
+    "--logging_steps 10": "metrics.jsonl",
     "--attn_implementation flash_attention_2": "model.attention=sdpa",
     "train_batch_size=64": "train.gradient_accumulation_steps=N",  # DeepSpeed
     "zero_optimization.offload_param.device=nvme": "placement.params=nvme",
@@ -367,7 +364,7 @@ LEADS: dict[str, str] = {
     "--wandb_log=True": "save.trackers=wandb",
     "--dtype=bfloat16": "use bf16",
     "--precision bf16-true": "--dtype bf16",  # LitGPT
-    "--quantize bnb.nf4": QUANTISED,
+    "--quantize bnb.nf4": "never quantised",
     "--resume true": "use auto",
     "--optimizer AdamW": "use optim.name=adamw",
     "--gpu 0": "CUDA_VISIBLE_DEVICES",
@@ -383,13 +380,6 @@ THEIR_COMMANDS = {
     "gpt2-xl": "--model gpt2-xl",
     "trian": "did you mean train?",
 }
-SWITCHES = {"--version", "--help", *(name for command in COMMANDS.values() for name in command.arguments)}
-
-
-def told(*words: str) -> str:
-    with pytest.raises(UserError) as caught:
-        load_config(list(words))
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(("typed", "here"), LEADS.items())
@@ -408,10 +398,14 @@ def _unknown_words(text: str) -> list[str]:
     """Return the keys and flags in a sentence that do not exist."""
     named = re.findall(r"(?<![\w./-])(--[a-z][a-z-]+|[a-z]+\.[a-z][a-z_]+)\b(?!\.\w)", text)
     beginnings = ("--", *{f"{key.partition('.')[0]}." for key in all_keys()})
-    return [word for word in named if word.startswith(beginnings) and word not in {*FLAGS, *SWITCHES, *all_keys()}]
+    switches = {"--version", "--help", *(name for command in COMMANDS.values() for name in command.arguments)}
+    return [word for word in named if word.startswith(beginnings) and word not in {*FLAGS, *switches, *all_keys()}]
 
 
-def test_each_target_exists() -> None:
+def test_each_target_exists_and_no_word_has_two_meanings() -> None:
+    for table in (_TERMS, _COMMANDS):
+        every = [word for word, _ in _terms(table)]
+        assert sorted(every) == sorted(set(every))
     assert not _BY_WORD.keys() & ({plain(name) for name in FLAGS} - {"optimizer"})
     for term in {*_BY_WORD.values(), *_FAMILIES.values()}:
         key, fixed, _ = term.here.partition("=")
@@ -422,9 +416,6 @@ def test_each_target_exists() -> None:
         assert not _unknown_words(term.note)
         assert all(Path(page).exists() for page in re.findall(r"docs/[a-z_/]+\.md", term.note))
         assert COMMANDS.keys() >= set(re.findall(r"`offload-train ([a-z]+)", term.note))
-
-
-def test_each_translated_value_is_allowed() -> None:
     for key, values in _BY_VALUE.items():
         for value, here in values.items():
             load_config([here if "=" in here else f"{key}={here}", "--nvme", "/x"])
@@ -440,12 +431,6 @@ def test_the_names_of_the_page_are_known() -> None:
         assert re.search("; use |; did you mean ", told(f"{name}=1")), name
 
 
-@pytest.mark.parametrize("table", [_TERMS, _COMMANDS])
-def test_no_word_has_two_meanings(table: str) -> None:
-    every = [word for word, _ in _terms(table)]
-    assert sorted(every) == sorted(set(every))
-
-
 def test_commands_of_other_trainers_lead_to_commands() -> None:
     for word, here in THEIR_COMMANDS.items():
         with pytest.raises(UserError, match=f"neither a command.*{re.escape(here)}"):
@@ -457,7 +442,6 @@ def test_commands_of_other_trainers_lead_to_commands() -> None:
 
 
 def test_misspellings() -> None:
-    """Suggestions differ by at most two letters."""
     for typed, meant in {
         "--lrr 1": "--lr",
         "--lerning-rate 3": "--lr 3",
@@ -486,7 +470,7 @@ def test_a_file_of_another_trainer_is_read_to_its_end(tmp_path: Path) -> None:
     for here in (
         "base_model: unknown key; use model.name=gpt2",
         "learning_rate: unknown key; use optim.lr=2e-05",
-        f"adapter: unknown key; this command trains all weights; {ADAPTERS}",
+        "adapter: unknown key; this command trains all weights; for adapters (PEFT) use the Python library",
         "fp16: unknown key; leave it out",
         "bf16: unknown key; use model.dtype=bf16|fp16|fp32",
         "foo.bar: unknown key",
@@ -512,9 +496,6 @@ def test_only_misspellings_are_suggested() -> None:
         message = told(f"--{field}")
         guessed += [message] if "did you mean" in message and "use_rslora" not in message else []
     assert not guessed
-
-
-STEERING = "\x1b[2J\x1b]0;title\x07\x9b\u202e"
 
 
 def test_help_of_every_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -552,7 +533,6 @@ def test_sizes_that_users_write() -> None:
 def test_the_program_without_arguments_prints_help(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The program without arguments prints help and does not train; `train` alone starts the default run."""
     monkeypatch.setitem(COMMANDS, "train", replace(COMMANDS["train"], run=lambda *_: None))
     assert cli.main([]) == 2
     printed = capsys.readouterr()
@@ -577,8 +557,9 @@ def test_why_a_slower_plan_was_not_chosen() -> None:
 
 
 def test_contents_of_files_are_escaped_for_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([f"--output={STEERING}x", f"optim.lr={STEERING}"]) == 2
-    Log(loud=True).say(f"note: {STEERING}")
+    steering = "\x1b[2J\x1b]0;title\x07\x9b\u202e"
+    assert cli.main([f"--output={steering}x", f"optim.lr={steering}"]) == 2
+    Log(loud=True).say(f"note: {steering}")
     printed = capsys.readouterr().err
     assert "\\x1b[2J" in printed
     assert all(letter.isprintable() for letter in printed.replace("\n", ""))

@@ -78,7 +78,6 @@ def test_every_removal_is_known() -> None:
 
 
 def marked(place: Path, *, content: bytes = b"", link: str = "", beside: bool = False) -> None:
-    """Make a directory with a mark of this content, or a link for a mark, and perhaps a file beside it."""
     place.mkdir()
     if link:
         (place / MARK).symlink_to(link)

@@ -53,7 +53,6 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"rms_norm_eps": 1e-5, "tie_word_embeddings": False},
 }
 
-
 UNSEEN = ("CUDA context", "reserve", "allocator", "gradients in flight", "broadcasts")  # not visible as tensors
 
 

@@ -290,7 +290,7 @@ def test_a_file_that_is_replaced_is_whole_at_any_moment(synced: list[str], tmp_p
 
 @pytest.fixture
 def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[Path, int]]:
-    """Return a function that builds a kernel in a cache of its own; it returns its path and inode, new if it was built."""
+    """Return a function that builds a kernel in a cache of its own; it returns its path and inode, new if built."""
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
     source = tmp_path / "small.cpp"
     source.write_text('extern "C" int answer() { return 42; }\n')

@@ -169,7 +169,6 @@ def learned(found: Encoded, *, tokenizer: Any = None) -> list[str]:
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED])
 @pytest.mark.parametrize("messages", [TALK, TALK[1:3], TALK[2:], TALK[:4]])
 def test_answers_are_those_that_transformers_counts(messages: list[dict[str, Any]], template: str) -> None:
-    """It computes the mask of answer tokens from the template's generation marks."""
     marks = {"return_dict": True, "return_assistant_tokens_mask": True}
     expected = chat_tokenizer(MARKED).apply_chat_template(messages, **marks)
     assert sum(expected["assistant_masks"]) > 5
@@ -379,7 +378,6 @@ def test_masks_are_those_of_trls_variants(name: str) -> None:
 
 
 def test_the_ends_of_answers_end_generation_and_the_template_is_kept(tmp_path: Path) -> None:
-    """A run knows the tokens that end GLM's answers, which its end-of-text does not, and keeps its template."""
     tokenizer_of("glm4moe").save_pretrained(tmp_path / "model")
     file = tmp_path / "chat.jsonl"
     file.write_text((json.dumps(CONVERSATIONS["single"]) + "\n") * 3)
@@ -408,7 +406,6 @@ def test_the_variant_is_the_one_that_trl_finds() -> None:
 
 
 def test_without_trl_the_answers_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without trl a template that hides the end of a turn is refused; in others no header is learned."""
     for name in ("find_spec", "is_installed"):
         monkeypatch.setattr(loss_mask, name, lambda package: None)
     single, multi, calls = (CONVERSATIONS[name] for name in ("single", "multi", "a call, then a question"))
@@ -444,7 +441,6 @@ ALTERNATING = (
 )
 @pytest.mark.parametrize("name", ["alternating", "gemma4", "gemma4_v5"])
 def test_calls_of_tools_without_marks(name: str, case: str) -> None:
-    """Calls are found under templates that allow no other answer in their place."""
     tokenizer = chat_tokenizer(ALTERNATING) if name == "alternating" else tokenizer_of(name)
     encoder = AnswerEncoder(tokenizer, everything=False)
     (found,) = encoder.encode([example_of(CONVERSATIONS[case], form="chat", where="here, line 1")])

@@ -66,10 +66,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
     return KINDS[request.param]()
 
 
-def test_ids_are_those_of_the_text_in_one_piece(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sixty chunks of a text give the ids of the uncut text."""
+def test_ids_are_those_of_the_whole_text(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "PIECE", 1000)
     monkeypatch.setattr(packing, "BATCH_CHARACTERS", 3000)
     path = tmp_path / "a.txt"
@@ -103,9 +100,7 @@ def test_pieces_are_bounded_and_join_to_the_text(text: str, monkeypatch: pytest.
     assert list(cutter.pieces([])) == list(cutter.pieces(["", ""])) == []
 
 
-def test_pieces_are_cut_between_lines_that_are_not_blank_and_other_cuts_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_end_between_lines_and_other_cuts_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "PIECE", 12)
     cutter = DocumentEncoder(ByT5Tokenizer(), text_field="text")  # its tokens are bytes
     found = [piece.text for piece in cutter.pieces(["aaa\nbbb\n\n\n", "\n\nccc\nddd"])]
@@ -172,10 +167,7 @@ class Marked(NamedTuple):
 
 
 @pytest.mark.parametrize("name", [*CONVENTIONS, "ByT5"])
-def test_documents_begin_and_end_as_the_tokenizer_marks_them(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Documents have the ids that transformers gives for each, prepared in pieces or streamed."""
+def test_documents_have_the_tokenizers_marks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "PIECE", 700)
     marked = Marked.of(name)
     texts = ["one", "a second text\n", CORPUS[:2000]]
@@ -277,7 +269,6 @@ def test_the_builtin_tokenizer_encodes_any_text(
 
 
 def test_the_fingerprint_tells_tokenizers_apart_and_ignores_call_settings() -> None:
-    """Those that differ in their marks alone too, with a tokenizer.json or without one."""
     one = small_tokenizer({"?": 0, "a": 1, "b": 2})
     fingerprint = tokenizer_fingerprint(one)
     assert fingerprint == tokenizer_fingerprint(small_tokenizer({"?": 0, "a": 1, "b": 2}))

@@ -40,7 +40,6 @@ A = "assistant"
 
 
 def share(role: str, text: Any, **more: Any) -> dict[str, Any]:
-    """Return a message in ShareGPT's format."""
     return {"from": role, "value": text} | more
 
 
@@ -217,9 +216,7 @@ LOOKS = message(A, "Let me see.", tool_calls=[CALL])
         ),
     ],
 )
-def test_calls_tools_and_messages_that_a_template_drops_are_named(
-    record: dict[str, Any], template: str, field: str, tmp_path: Path
-) -> None:
+def test_what_a_template_drops_is_named(record: dict[str, Any], template: str, field: str, tmp_path: Path) -> None:
     """TRL trains on such conversations without a word."""
     _, tokens = prepared(tmp_path, record, template=template)
     assert f"'{field}' in 1 (first: " in tokens.summary

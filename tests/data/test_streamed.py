@@ -267,7 +267,6 @@ def test_rows_are_shuffled_inside_blocks(data: Path, tmp_path: Path, parsed: lis
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("changed", [0, 60])
 def test_another_text_is_noticed(changed: int, data: Path, tmp_path: Path) -> None:
-    """Documents that have changed at a seek point from which a run resumes are refused."""
     first = tokens(data)
     first.remember(tmp_path / "points.jsonl", writes=True)
     rows(first, *range(2133))
@@ -299,9 +298,7 @@ def test_another_text_is_noticed(changed: int, data: Path, tmp_path: Path) -> No
         ([{"prompt": "a", "chosen": "b", "rejected": "c"}], UserError, "line 1: a line with 'chosen' and 'rejected'"),
     ],
 )
-def test_names_and_records_that_are_refused(
-    given: str | list[dict[str, Any]], error: type[Exception], told: str, tmp_path: Path
-) -> None:
+def test_what_is_refused(given: str | list[dict[str, Any]], error: type[Exception], told: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a text")
     if not isinstance(given, str):
         (tmp_path / "a.jsonl").write_text(lines(given))
@@ -350,7 +347,6 @@ PACKED = ["data.packing=on", "data.shuffle=3", "model.overrides.resid_pdrop=0.1"
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [PAGE_FILES, PACKED], ids=["page files", "packed"])
 def test_a_killed_run_resumes_bit_for_bit(more: list[str], text: Path, tmp_path: Path, drive: Path) -> None:
-    """A run that is killed resumes from a checkpoint or from page files, in the second pass over the data, too."""
     path = text.with_name("talks.jsonl") if more is PACKED else text
     words = [*WORDS, "--accumulate", "4", "--data", f"stream:{path}", "--nvme", drive, *more]
     whole = call(*words, output=tmp_path / "whole")

@@ -186,9 +186,7 @@ def test_a_saved_data_set_has_the_splits_of_its_folders_and_missing_files_are_na
     assert note == f"note: only 1 of the 2 files {tmp_path / 'both/train/data'}-*-of-00002 are there"
 
 
-def test_marks_and_blank_lines_are_skipped_and_the_line_of_a_wrong_byte_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_marks_are_skipped_and_lines_of_wrong_bytes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"é€ {number}" * 5 for number in range(3)]
     content = "\ufeff" + "\n\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
     (tmp_path / "a.jsonl").write_text(content, encoding="utf-8")

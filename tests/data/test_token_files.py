@@ -64,9 +64,7 @@ def leftovers(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_token_files_of_other_users_are_not_used(
-    source: Path, encoded: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_users_files(source: Path, encoded: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files in a shared cache, also those of checksums, are not used if another user owns them or may change them."""
     monkeypatch.setattr(preparing, "_SETTLED_NS", 0)  # else the hash of a text that was just written is not kept
     cache = tmp_path / "shared"
@@ -124,9 +122,7 @@ def test_documents_become_their_tokens_with_end_of_text_behind_each(tmp_path: Pa
     assert len(leftovers(tmp_path / "cache")) == 2
 
 
-def test_an_unchanged_text_is_not_read_again(
-    tmp_path: Path, source: Path, encoded: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_is_read_once(tmp_path: Path, source: Path, encoded: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """A text is tokenized once. It is read again if it may have changed: it was just written, touched, or the memory of
     its checksum is damaged. One of the same name, size and time gives its own tokens.
     """
@@ -135,7 +131,6 @@ def test_an_unchanged_text_is_not_read_again(
     monkeypatch.setattr(preparing, "time", SimpleNamespace(time_ns=lambda: now[0], monotonic=time.monotonic))
 
     def again() -> int:
-        """Return how often the text was read."""
         read.clear()
         tokens = prepared(source, cache=tmp_path / "cache")
         assert tokens.read(0, len(tokens)).tolist() == ids_of(source.read_text())
@@ -161,9 +156,7 @@ def test_an_unchanged_text_is_not_read_again(
     assert len(encoded) == 3
 
 
-def test_a_kill_before_the_sidecar_leaves_nothing_and_is_redone(
-    tmp_path: Path, source: Path, encoded: list[bool]
-) -> None:
+def test_a_kill_before_the_sidecar_is_redone(tmp_path: Path, source: Path, encoded: list[bool]) -> None:
     first = prepared(source, cache=tmp_path)
     sidecar_path(first.path).unlink()
     first.path.write_bytes(b"\1\0")
@@ -220,9 +213,7 @@ def test_what_a_killed_tokenisation_left_is_removed_and_nothing_else(tmp_path: P
 
 
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(65536, "uint16"), (65537, "uint32")])
-def test_ids_are_as_wide_as_the_vocabulary_needs(
-    tmp_path: Path, vocabulary: int, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_width_of_ids(tmp_path: Path, vocabulary: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenfile, "_SCAN_TOKENS", 2)
     path = tmp_path / "t.bin"
     write_tokens(path, [[0, vocabulary - 1], np.array([5])], vocabulary=vocabulary)
@@ -278,9 +269,7 @@ def test_a_text_that_grows_meanwhile_is_refused(tmp_path: Path, source: Path, mo
 
 
 @pytest.mark.parametrize("fails", ["open", "_commit"])
-def test_a_full_drive_is_reported_and_left_clean(
-    fails: str, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_drive_is_left_clean(fails: str, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, *_: Any, **__: Any) -> Any:
         if fails == "_commit":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

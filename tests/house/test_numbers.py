@@ -201,7 +201,6 @@ def test_steps_count_the_bytes_of_memory_and_drives(counted: Counted) -> None:
 
 
 def test_evaluations_have_transformers_loss(counted: Counted) -> None:
-    """Of the last 5 % of the rows."""
     evaluations = [json.loads(line) for line in (counted.run.output / "evaluations.jsonl").read_text().splitlines()]
     assert [record["step"] for record in evaluations] == [3, 6]
     model, rows = counted.model(), (len(counted.ids) - 1) // SEQ

@@ -113,7 +113,6 @@ def test_auto_never_picks_what_is_not_installed() -> None:
 
 
 def test_a_broken_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that is installed but broken is reported as such; DeepSpeed fails so without a CUDA toolkit."""
     monkeypatch.setattr(stock, "is_installed", lambda name: True)
     broken = "--engine deepspeed needs deepspeed, which is installed but cannot be imported: CUDA_HOME does not exist"
     with pytest.raises(TrainerError, match=broken), stock.importing("deepspeed", feature="--engine deepspeed"):

@@ -59,7 +59,6 @@ def is_run(command: str) -> bool:
 def test_commands_without_training_run(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Commands without training run; their plans use a named machine and a preset for missing drives and models."""
     words = shlex.split(command)[1:]
     if words[0] == "plan":
         if "--nvme" in words:

@@ -41,7 +41,6 @@ from offload_trainer.units import shown
 
 
 def told(*words: str) -> str:
-    """Return the message that refuses a configuration."""
     with pytest.raises(UserError) as caught:
         load_config(list(words))
     return str(caught.value)
@@ -98,10 +97,7 @@ def test_several_texts_after_one_flag_and_texts_by_a_pattern(tmp_path: Path, mon
         ("", ["--epochs", "3", "optim.warmup_steps=500"], {"train.steps": 300, "train.epochs": 3.0}),
     ],
 )
-def test_values_of_the_file_and_then_of_words_in_order(
-    file: str, words: list[str], expected: dict[str, Any], tmp_path: Path
-) -> None:
-    """A dump reads back."""
+def test_words_come_after_the_file(file: str, words: list[str], expected: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(file)
     config = load_config([str(path), *words])
@@ -201,7 +197,6 @@ def test_a_wrong_name_of_the_file_leads_to_the_file_beside_it(tmp_path: Path) ->
 
 
 def test_a_value_of_another_kind() -> None:
-    """Words are read within the limits of files."""
     for word, wanted in {
         "train.epochs=abc": "a number or 'auto'",
         "optim.betas=[0.9]": "a list of all",
@@ -265,7 +260,6 @@ def read_back(values: dict[str, Any], file: Path) -> None:
 
 
 def test_texts_and_numbers_read_back(tmp_path: Path) -> None:
-    """Texts keep their type as values, as keys and in lists; so do numbers where text is allowed too."""
     overrides = {
         f"{kind}{number}": value
         for kind, some in (("t", TEXTS), ("n", [*NUMBERS, True, False]))
@@ -458,7 +452,6 @@ def test_misspellings() -> None:
 
 
 def test_a_file_of_another_trainer_is_read_to_its_end(tmp_path: Path) -> None:
-    """One message lists every key of another trainer's file, flat or in sections, with its name here."""
     path = tmp_path / "axolotl.yaml"
     path.write_text(
         "base_model: gpt2\nlearning_rate: 2e-5\nadapter: lora\nfp16: false\ndatasets:\n  - path: x\n"
@@ -530,9 +523,7 @@ def test_sizes_that_users_write() -> None:
             parse("export", ["run", "out", f"--max-shard-size={text}"])
 
 
-def test_the_program_without_arguments_prints_help(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_arguments_print_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(COMMANDS, "train", replace(COMMANDS["train"], run=lambda *_: None))
     assert cli.main([]) == 2
     printed = capsys.readouterr()

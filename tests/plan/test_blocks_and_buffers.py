@@ -148,7 +148,6 @@ def test_fewer_buffers_are_taken_where_more_do_not_fit() -> None:
 
 @pytest.mark.slow
 def test_nodes_and_modes_use_fewer_buffers_too() -> None:
-    """The comparison tables choose what a run would, for two GPUs on one machine or on two."""
     for gpus, nodes in ((2, 1), (1, 2)):
         words = [*BLOCKS_ARE_LARGEST, *AWAY, "--micro-batch", "1", "--gpus", str(gpus)]
         smallest = plan_elsewhere(load_config([*words, "tiered.weight_buffers=1"]), machine(gpu=ROOMY), nodes=nodes)

@@ -145,9 +145,7 @@ def test_each_form_of_moments_is_timed_in_pages(monkeypatch: pytest.MonkeyPatch)
             assert (page.fields["master"] - old).abs().max() < 1e-3
 
 
-def test_cached_rates_are_used_on_the_same_machine_only(
-    timed: MachineProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rates_are_of_the_same_machine(timed: MachineProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads are those of all ranks: a user's program sets no count, and torchrun's ranks have one thread each."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(rate_cache.os, "cpu_count", lambda: 6)
@@ -206,9 +204,7 @@ def test_drives_of_a_named_machine_are_where_nvme_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("placement.threads=3",)])
-def test_ranks_plan_with_what_was_timed_for_as_many(
-    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_use_rates_of_as_many(words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank has its share of the cores, and rates are stored for all ranks' threads together."""
     monkeypatch.setattr(process_setup, "end_without_launcher", lambda say: None)
     monkeypatch.setattr(process_setup.os, "sched_getaffinity", lambda process: set(range(64)))

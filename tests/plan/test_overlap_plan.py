@@ -75,9 +75,7 @@ def simulated(
 @pytest.mark.parametrize(
     "shares", [[(1.0, 1.0)], [(0.5, 0.0), (0.25, 0.25), (0.25, 0.5), (0.0, 0.25)], [(0.1, 0.1)] * 10, [(0, 1), (1, 0)]]
 )
-def test_hidden_is_what_a_walk_through_the_units_gives(
-    update: float, forward: float, shares: list[tuple[float, float]]
-) -> None:
+def test_hidden_is_what_a_simulation_gives(update: float, forward: float, shares: list[tuple[float, float]]) -> None:
     parts = [UnitShare(*share) for share in shares]
     hidden = Overlap(forecast(update, forward), parts).hidden()
     assert update + forward - hidden == pytest.approx(simulated(update, forward, parts, adamw=update))

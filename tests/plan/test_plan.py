@@ -61,10 +61,7 @@ REMEDIES: list[tuple[str, MachineProfile, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("words", "here", "expected"), REMEDIES)
-def test_a_refusal_names_changes_with_which_the_plan_fits(
-    words: str, here: MachineProfile, expected: tuple[str, ...]
-) -> None:
-    """Each fits when it is added to the command, and is in the message."""
+def test_a_refusal_names_changes_that_fit(words: str, here: MachineProfile, expected: tuple[str, ...]) -> None:
     given = [*words.split(), "--scratch"]
     given += ["--nvme", "/ssd"] if here.drives else []
     refused = plan_elsewhere(load_config(given), here)
@@ -467,9 +464,7 @@ def test_the_screen_of_a_named_machine(name: str) -> None:
     assert all(f"  rejected: {homes}: {why}\n" in f"{whole}\n" for homes, why in plan.rejected)
 
 
-def test_the_command_prints_the_screen_or_all(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_screen_or_all(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     words = ["plan", "--model", "gpt2", "--machine", "v100-32gb"]
     assert main(words) == 0

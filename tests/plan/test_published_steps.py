@@ -208,7 +208,6 @@ def test_compute_counts_the_recomputation() -> None:
 
 
 def test_work_other_than_products_takes_its_own_time() -> None:
-    """Attention, elementwise operations, the loss, weights and the embedding's gradients have their own rates."""
     rates = {"attention": (1e9, 2e9), "values": (3e6, 4e6), "loss": (5e6, 6e6), "weights": (7e6, 8e6)}
     rates["tables"] = (0.0, 9e6)
     here = timed()
@@ -248,9 +247,7 @@ def test_the_fastest_that_fits_is_chosen_and_the_others_say_why() -> None:
 
 
 @pytest.mark.parametrize(("matmul", "breadth"), [(1e10, False), (1e14, True)])
-def test_micro_batches_go_breadth_first_where_the_drive_and_not_the_computation_takes_the_time(
-    matmul: float, breadth: bool
-) -> None:
+def test_micro_batches_go_breadth_first_where_the_drive_takes_the_time(matmul: float, breadth: bool) -> None:
     shape, words = SHAPES["gpt2-xl"], ["--params", "nvme", "--accumulate", "8", "--micro-batch", "1"]
     words.append("model.activation_checkpointing=on")
     found = {}

@@ -109,9 +109,7 @@ def test_a_recipe_trains_scaled_down(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("counted_once")
 @pytest.mark.parametrize(("words", "cells"), ROWS, ids=[words for words, _ in ROWS])
-def test_a_row_of_the_scaling_table_is_what_the_plan_says(
-    words: str, cells: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_of_the_scaling_table(words: str, cells: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in NAMED:
         if name in words:
             words = words.replace(name, f"{folder_of(NAMED[name], tmp_path)} --scratch")

@@ -94,9 +94,7 @@ def test_stock_zero_by_its_paper(params: str, times: tuple[int, int, int]) -> No
         assert in_all <= sum(times) * each * 1.01
 
 
-def test_the_machines_of_a_file_or_of_the_command_line_are_planned(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_machines_of_a_file_or_the_command_line_are_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["plan", "--machine", "4xrtx4090-10gbe", "--model", "gpt2", "--engine", "tiered"]
     assert main([*words, "--nodes", "2", "--gpus", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -171,7 +169,6 @@ def test_an_impossible_stage_is_refused() -> None:
 
 
 def test_zero_3_gathers_once_what_stays_for_the_backward() -> None:
-    """If all weights stay, they come once; if none stay, twice."""
     sizes = zero_sizes(SHAPE, DeepSpeedSection(), Placement("cpu", "cpu"), world=8, item_bytes=2)
     small = sum(weight.numel for weight in SHAPE.weights if weight.numel <= 100_000)
     moving = SHAPE.parameters - small + SHAPE.largest  # the tied head comes twice

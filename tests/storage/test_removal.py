@@ -63,7 +63,6 @@ def removals(path: Path) -> set[str]:
 
 
 def test_every_removal_is_known() -> None:
-    """Directories are removed by one module, and the table has the calls that unlink, rename or replace files."""
     package = HOUSE / "offload_trainer"
     found = {path.relative_to(package).as_posix(): removals(path) for path in package.rglob("*.py")}
     assert found.pop(THE_ONE) & RECURSIVE == {"rmdir"}
@@ -259,9 +258,7 @@ owned_dirs.ScratchDirectory(pathlib.Path({str(root)!r}) / "run-0123abcd", what="
 
 
 @pytest.mark.parametrize("name", ["export", "my~export", "x~0123abcd"])
-def test_an_interrupted_replacement_leaves_what_was_there(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_replacement_loses_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception between the two renames, such as a second signal's, loses no directory, whatever its name."""
     final = tmp_path / name
     for content in ("first", "second"):

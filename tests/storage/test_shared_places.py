@@ -259,9 +259,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return order
 
 
-def test_metrics_are_durable_before_their_checkpoint_and_new_parents_of_a_directory(
-    synced: list[str], tmp_path: Path
-) -> None:
+def test_metrics_and_new_parents_are_durable_first(synced: list[str], tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     final = save(tmp_path, 1)
     assert synced.index(f"sync {tmp_path}/metrics.jsonl") < synced.index(f"name {final}")
@@ -335,9 +333,7 @@ def test_kernels_are_cached_where_only_this_user_writes(
 
 
 @ROOT
-def test_kernels_that_another_user_may_have_planted_are_not_loaded(
-    build: Callable[[], tuple[Path, int]], tmp_path: Path
-) -> None:
+def test_kernels_of_other_users_are_not_loaded(build: Callable[[], tuple[Path, int]], tmp_path: Path) -> None:
     (library, before), cache = build(), tmp_path / "cache"
     os.chown(library, NOBODY, NOBODY)
     again = build()
@@ -387,7 +383,6 @@ def test_rates_stored_concurrently_are_all_kept(
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unwritable cache, or an unknown home directory, is reported before anything is measured."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "file/cache"))
     with pytest.raises(UserError, match=r"machine\.json: rates cannot be saved there.*OFFLOAD_TRAINER_CACHE"):
@@ -409,9 +404,7 @@ def test_directories_of_torchs_extensions_that_cannot_be_made(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_builds_of_torchs_extensions_take_turns(
-    filesystem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_builds_of_extensions_take_turns(filesystem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would wait forever for a killed build's lock. Without locks its process may be alive, and it stays."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(stock, "_build_directory", lambda build: tmp_path / build)

@@ -44,7 +44,6 @@ def test_versions_are_pinned_and_for_one_machine(tmp_path: Path) -> None:
 
 
 def test_levels_require_the_features_that_their_code_uses() -> None:
-    """The best level comes first, and requires every feature of the later ones."""
     needed = [flags for _, flags in LEVELS.values()]
     assert all(more > fewer for more, fewer in pairwise(needed))
     assert [options[0] for options, _ in LEVELS.values()][-1] == "-march=x86-64-v3"

@@ -233,7 +233,6 @@ def test_what_a_call_has_no_time_for_is_listed(tmp_path: Path) -> None:
 
 
 def test_a_stage_that_is_killed_leaves_every_row_it_had(tmp_path: Path) -> None:
-    """They are in its files, and in the archive."""
     record = a_record(tmp_path, tar=tmp_path / "out/all.tar.gz")
     record.add(case="one", speed=1.5)
     kept = json.loads((tmp_path / "8b.json").read_text())

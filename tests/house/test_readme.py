@@ -123,22 +123,15 @@ def test_tables_are_tables(page: str) -> None:
         table = []
 
 
-def quoted() -> list[str]:
-    """Return the messages that the pages quote: in the first column of tables whose header begins with "message" or
-    "symptom", and behind "says".
-    """
-    found: list[str] = []
-    for text in TEXTS.values():
-        in_table = False
-        found += [" ".join(message.split()) for message in re.findall(r"\bsays?\s`([^`]+)`", text)]
-        for line in text.splitlines():
-            in_table = line.startswith(("| message", "| symptom")) or (in_table and line.startswith("|"))
-            found += re.findall(r"^\| `(.+?)`", line) if in_table else []
-    return found
-
-
 def test_quoted_messages_are_printed() -> None:
-    """`...` in a message stands for any text of the same string."""
+    """They are in the first column of tables of messages or symptoms, and behind "says". `...` stands for any text."""
+    messages: list[str] = []
+    for page in TEXTS.values():
+        in_table = False
+        messages += [" ".join(message.split()) for message in re.findall(r"\bsays?\s`([^`]+)`", page)]
+        for line in page.splitlines():
+            in_table = line.startswith(("| message", "| symptom")) or (in_table and line.startswith("|"))
+            messages += re.findall(r"^\| `(.+?)`", line) if in_table else []
     text = []
     for node in (
         node for path in (ROOT / "offload_trainer").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
@@ -146,7 +139,6 @@ def test_quoted_messages_are_printed() -> None:
         if isinstance(node, ast.Constant | ast.JoinedStr):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             text.append("".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in parts))
-    messages = quoted()
     assert len(messages) > 20
     for message in messages:
         pattern = re.compile(".*".join(map(re.escape, re.split(r"\s*\.\.\.\s*", message))))

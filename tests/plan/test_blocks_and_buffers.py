@@ -28,10 +28,6 @@ def with_count(count: int | str, machine: MachineProfile) -> Plan:
     return make_plan(wish(*words), SHAPE, machine)
 
 
-def step(plan: Plan) -> float:
-    return plan.forecast.step
-
-
 @pytest.mark.slow
 def test_auto_chooses_the_number_with_the_shortest_step() -> None:
     """On 40 GB, fewer recomputed blocks gain until their activations leave too little room for the weights."""
@@ -42,9 +38,9 @@ def test_auto_chooses_the_number_with_the_shortest_step() -> None:
     assert 0 < plan.work.checkpointed < 50
     assert config.model.activation_checkpointing == plan.work.checkpointed
     everyone = {count: with_count(count, here) for count in range(0, 51, 5)}
-    best = min(step(one) for one in everyone.values() if one.fits)
-    assert step(plan) <= 1.02 * best
-    assert step(plan) < 0.95 * step(with_count("on", here))
+    best = min(one.forecast.step for one in everyone.values() if one.fits)
+    assert plan.forecast.step <= 1.02 * best
+    assert plan.forecast.step < 0.95 * with_count("on", here).forecast.step
     again = make_plan(config, SHAPE, here)  # a settled configuration has the same plan
     assert (again.items, again.forecast) == (plan.items, plan.forecast)
     assert f"gradient checkpointing of the first {plan.work.checkpointed} of 50 blocks" in plan.describe(full=True)
@@ -74,10 +70,11 @@ def test_a_cpu_leaves_out_recomputation_that_a_drive_hides() -> None:
         return make_plan(wish("--params", "gpu", "--micro-batch", "2", "tiered.overlap=backward", *words), shape, on)
 
     auto, all_ = planned("--ram-fraction", "0"), planned("--ram-fraction", "0", "model.activation_checkpointing=on")
-    assert 0.95 * step(all_) < step(auto) <= step(all_)  # the forecast alone would not have decided
+    # The forecast alone would not have decided.
+    assert 0.95 * all_.forecast.step < auto.forecast.step <= all_.forecast.step
     assert auto.work.checkpointed < all_.work.checkpointed == shape.layers
     saved = [one.forecast.seconds["forward"] + one.forecast.seconds["backward"] for one in (all_, auto)]  # type: ignore[operator]
-    assert saved[0] - saved[1] >= 0.05 * step(all_)
+    assert saved[0] - saved[1] >= 0.05 * all_.forecast.step
     small = replace(here, ram_bytes=5 * GB)
     plans = planned(on=small), planned("model.activation_checkpointing=on", on=small)
     assert plans[0].tiers["/ssd"]["need"] == plans[1].tiers["/ssd"]["need"]

@@ -44,10 +44,7 @@ def llama() -> ModelShape:
 
 
 SHAPE = llama()
-
-
-def one_4090() -> MachineProfile:
-    return replace(read_machine("4xrtx4090-10gbe"), gpus=1)
+ONE_4090 = replace(read_machine("4xrtx4090-10gbe"), gpus=1)
 
 
 def plan_of(*words: str, rows: int, machine: MachineProfile) -> Plan:
@@ -96,10 +93,10 @@ def test_a_published_step_of_stock_deepspeed(rows: int, of_published: float) -> 
 
     As users get it, with transformers' layers and without the waits, the differences cancel with 16 and 32 rows.
     """
-    machine = with_fused_layers(one_4090())
+    machine = with_fused_layers(ONE_4090)
     plan = plan_of(*STOCK, rows=rows, machine=machine)
     assert with_waits(plan, machine) == pytest.approx(PUBLISHED[rows], rel=0.04)
-    step = plan_of(*STOCK, rows=rows, machine=one_4090()).forecast.step
+    step = plan_of(*STOCK, rows=rows, machine=ONE_4090).forecast.step
     assert step / PUBLISHED[rows] == pytest.approx(of_published, abs=0.01)
 
 
@@ -108,7 +105,7 @@ def test_copies_of_gradients_take_turns() -> None:
 
     The step waits for the last gradient's copies, those of the embeddings.
     """
-    fast = with_products(one_4090(), 1e20)
+    fast = with_products(ONE_4090, 1e20)
     plan = plan_of(*STOCK, rows=8, machine=fast)
     count, into, out, in_beside, out_beside = SHAPE.parameters, 25.6e9, 26.8e9, 12.5e9, 24e9
     together = 2 * count / in_beside  # seconds in which weights come in
@@ -124,7 +121,7 @@ def test_copies_of_gradients_take_turns() -> None:
 def test_new_weights_in_ram_are_not_copied_to_the_gpu_by_the_update() -> None:
     """Weights that each pass fetches are not copied after the update; gradients of each micro-batch come back."""
     words = ("--engine", "deepspeed", "--optimizer", "cpu", "model.activation_checkpointing=on", "--accumulate", "2")
-    roomy = replace(one_4090(), gpu_bytes=10**12, ram_bytes=10**12)
+    roomy = replace(ONE_4090, gpu_bytes=10**12, ram_bytes=10**12)
 
     def moved(*more: str) -> dict[str, tuple[float, float]]:
         plan = plan_of(*words, *more, rows=1, machine=roomy)

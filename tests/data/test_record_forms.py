@@ -68,7 +68,6 @@ CALLED = (
     json.dumps(TOOL)
     + '<user>Rain?<end><assistant>«[weather {"city": "Oslo"}]<end>»<tool>wet<end><assistant>«Yes.<end>»'
 )
-SHOUTED = row("a", "A", system="Shout.")
 UNLEARNED = "<user>a<end><assistant>A<end>" + row("b", "B")
 # project and form: (a record, the row's text with trained spans in « », or a pattern of the refusal)
 FORMS: dict[str, tuple[dict[str, Any], str]] = {
@@ -116,7 +115,10 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         talk(message(A, [{"type": "text", "text": "A", "train": False}])),
         "message 1 mixes parts to train on with others",
     ),
-    "axolotl open_orca": ({"system_prompt": "Shout.", "question": "a", "response": "A"}, SHOUTED),
+    "axolotl open_orca": (
+        {"system_prompt": "Shout.", "question": "a", "response": "A"},
+        row("a", "A", system="Shout."),
+    ),
     "axolotl oasst": (
         {"INSTRUCTION": "a", "RESPONSE": "A"},
         "no field 'text'; there are: INSTRUCTION, RESPONSE.*'instruction' and 'output'",

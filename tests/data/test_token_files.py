@@ -123,9 +123,7 @@ def test_documents_become_their_tokens_with_end_of_text_behind_each(tmp_path: Pa
 
 
 def test_text_is_read_once(tmp_path: Path, source: Path, encoded: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text is tokenized once. It is read again if it may have changed: it was just written, touched, or the memory of
-    its checksum is damaged. One of the same name, size and time gives its own tokens.
-    """
+    """It is read again, and not tokenized, if it was just written or touched, or the memory of its sum is damaged."""
     read = calls_of(monkeypatch.setattr, preparing, "open_given")
     now = [source.stat().st_ctime_ns + 10**9]
     monkeypatch.setattr(preparing, "time", SimpleNamespace(time_ns=lambda: now[0], monotonic=time.monotonic))
@@ -215,11 +213,9 @@ def test_what_a_killed_tokenisation_left_is_removed_and_nothing_else(tmp_path: P
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(65536, "uint16"), (65537, "uint32")])
 def test_the_width_of_ids(tmp_path: Path, vocabulary: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenfile, "_SCAN_TOKENS", 2)
-    path = tmp_path / "t.bin"
-    write_tokens(path, [[0, vocabulary - 1], np.array([5])], vocabulary=vocabulary)
-    tokens = TokenFile.open(path)
+    tokens = written(tmp_path / "t.bin", [0, vocabulary - 1], np.array([5]), vocabulary=vocabulary)
     assert tokens.dtype == dtype
-    assert np.fromfile(path, dtype=np.dtype(dtype).newbyteorder("<")).tolist() == [0, vocabulary - 1, 5]
+    assert np.fromfile(tokens.path, dtype=np.dtype(dtype).newbyteorder("<")).tolist() == [0, vocabulary - 1, 5]
     assert tokens.read(0, len(tokens)).tolist() == [0, vocabulary - 1, 5]
     assert tokens.largest_id() == vocabulary - 1
 
@@ -422,10 +418,6 @@ def row_numbers(batch: Batch) -> list[int]:
     return [(int(first) - 7) // SEQ_LEN for first in batch.inputs[:, 0]]
 
 
-def take(batches: Iterator[Batch], count: int) -> list[Batch]:
-    return list(islice(batches, count))
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 16, 17, 64, 65, 255, 1000])
 def test_each_epoch_and_seed_has_an_order_of_its_own(count: int) -> None:
     orders = [
@@ -449,9 +441,9 @@ def test_order_is_pinned() -> None:
 
 
 def test_a_row_is_its_slice_of_the_file_and_targets_are_shifted(tokens: TokenFile) -> None:
-    (unshuffled,) = take(reader(tokens, shuffle=False).train_batches(0, micro_batch=ROWS + 2), 1)
+    unshuffled = next(reader(tokens, shuffle=False).train_batches(0, micro_batch=ROWS + 2))
     assert row_numbers(unshuffled) == [*range(ROWS), 0, 1]
-    (batch,) = take(reader(tokens).train_batches(4, micro_batch=3), 1)
+    batch = next(reader(tokens).train_batches(4, micro_batch=3))
     assert batch.inputs.dtype == batch.targets.dtype == torch.int64
     assert batch.inputs.shape == batch.targets.shape == (3, SEQ_LEN)
     assert batch.inputs.is_contiguous()
@@ -467,7 +459,7 @@ def test_a_row_is_its_slice_of_the_file_and_targets_are_shifted(tokens: TokenFil
 def test_resuming_anywhere_gives_what_would_have_followed(tokens: TokenFile, shuffle: bool, world: int) -> None:
     def batches(position: int, count: int) -> list[Batch]:
         rows = reader(tokens, shuffle=shuffle)
-        return take(rows.train_batches(position, micro_batch=3, rank=world - 1, world=world), count)
+        return list(islice(rows.train_batches(position, micro_batch=3, rank=world - 1, world=world), count))
 
     whole = batches(0, 12)
     assert len({batch.seed for batch in whole}) == 12

@@ -327,7 +327,8 @@ def test_the_cache_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_directory() == Path.home() / "here"
 
 
-def test_a_flag_of_one_command_names_that_command() -> None:
+def test_a_flag_of_one_command_names_that_command_and_configuration_words_keep_their_order() -> None:
+    """A command takes its own switches from anywhere; all other words, values among them, are configuration."""
     for words, command in (
         (["--machine", "v100-32gb"], "plan"),
         (["--lr", "1", "--write=a"], "tune"),
@@ -336,6 +337,10 @@ def test_a_flag_of_one_command_names_that_command() -> None:
         with pytest.raises(UserError, match=f"only `offload-train {command}` takes this flag"):
             parse("train", words)
     assert parse("train", ["--seed", "1", "--dtype", "bf16"])[1] == ["--seed", "1", "--dtype", "bf16"]
+    words = ["a.yaml", "--lr", "-1e-4", "--seed", "-1", "x.y=--json", "--data", "a b", "c", "--no-such", "--lr=2"]
+    given, rest = parse("plan", [*words[:2], "--machine", "h200", *words[2:], "--json", "--nodes=2"])
+    assert rest == words
+    assert (given.machine, given.nodes, given.json, given.parallel) == ("h200", 2, True, False)
 
 
 # what a user types -> the equivalent here, or a part of the message if nothing is equivalent
@@ -492,7 +497,6 @@ def test_only_misspellings_are_suggested() -> None:
 
 
 def test_help_of_every_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Help fits the terminal; commands show their switches, and every flag if they take a configuration."""
     monkeypatch.setenv("COLUMNS", "90")
     for command in (None, *COMMANDS):
         assert cli.main([*([command] if command else []), "--help"]) == 0
@@ -505,14 +509,6 @@ def test_help_of_every_command(capsys: pytest.CaptureFixture[str], monkeypatch: 
         for name in {*FLAGS, *(name for name in about.arguments if name.startswith("-"))}:
             expected = name in about.arguments or (name in FLAGS and about.configured)
             assert bool(re.search(rf"^  {name}\b", printed, re.MULTILINE)) == expected, name
-
-
-def test_configuration_words_keep_their_order() -> None:
-    """A command takes its own switches from anywhere; all other words, values among them, are configuration."""
-    words = ["a.yaml", "--lr", "-1e-4", "--seed", "-1", "x.y=--json", "--data", "a b", "c", "--no-such", "--lr=2"]
-    given, rest = parse("plan", [*words[:2], "--machine", "h200", *words[2:], "--json", "--nodes=2"])
-    assert rest == words
-    assert (given.machine, given.nodes, given.json, given.parallel) == ("h200", 2, True, False)
 
 
 def test_sizes_that_users_write() -> None:

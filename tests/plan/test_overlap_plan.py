@@ -118,22 +118,18 @@ def test_a_plan_knows_that_the_embeddings_on_the_gpu_are_updated_at_once(how: st
     assert waits[1] < 1e-3
 
 
-def arrivals(pages: int, buffers: int) -> list[int]:
-    """Return when each page's state arrives, in seconds since the update began, if reading or writing one takes 1 s."""
-    arrived, written = [0] * min(pages, buffers), list[int]()
-    for page in range(pages):
-        if page >= buffers:
-            arrived.append(max(written[page - buffers], arrived[-1]) + 1)
-        written.append(max(arrived[page], written[-1] if written else 0) + 1)
-    return arrived
-
-
 @pytest.mark.parametrize(("pages", "buffers"), [(1, 6), (6, 6), (7, 6), (50, 6), (50, 2), (50, 49)])
 def test_pages_that_buffers_read_during_the_backward_arrive_earlier(pages: int, buffers: int) -> None:
     found = forecast(float(pages), 1.0, drive(float(pages)), backward=100.0)
     read = Overlap(found, (), 2).read_before_update(pages, buffers=buffers)
     planned = [max(0, page + 1 - read * pages) for page in range(pages)]
-    assert arrivals(pages, buffers)[buffers:] == pytest.approx(planned[buffers:])
+    # When each page's state arrives after the update began, if reading or writing one takes 1 s.
+    arrived, written = [0] * min(pages, buffers), list[int]()
+    for page in range(pages):
+        if page >= buffers:
+            arrived.append(max(written[page - buffers], arrived[-1]) + 1)
+        written.append(max(arrived[page], written[-1] if written else 0) + 1)
+    assert arrived[buffers:] == pytest.approx(planned[buffers:])
     assert max(planned[:buffers]) < 1.0 + 1e-9  # they arrive at once; the last of them is planned a page late
 
 

@@ -75,11 +75,8 @@ def with_waits(plan: Plan, machine: MachineProfile) -> float:
     Until 0.19.5 (deepspeedai/DeepSpeed#8207) the thread of the backward waited for each bucket's gradients to leave in
     fp32, behind their 16-bit copies out and in on the same stream.
     """
-    moved, rates, seconds = (
-        [one for one in plan.traffic if one.phase == "backward"],
-        machine.rates,
-        plan.forecast.seconds,
-    )
+    moved = [one for one in plan.traffic if one.phase == "backward"]
+    rates, seconds = machine.rates, plan.forecast.seconds
     written, read = sum(one.written for one in moved), sum(one.read for one in moved) - 2 * SHAPE.parameters
     assert (written, read) == (6 * SHAPE.parameters, 2 * SHAPE.parameters)
     (computing,) = [one.seconds for one in plan.forecast.bounds if (one.phase, one.kind) == ("backward", "compute")]
@@ -89,10 +86,7 @@ def with_waits(plan: Plan, machine: MachineProfile) -> float:
 
 @pytest.mark.parametrize(("rows", "of_published"), [(8, 0.79), (16, 0.93), (32, 1.04)])
 def test_a_published_step_of_stock_deepspeed(rows: int, of_published: float) -> None:
-    """The plan, for the kernels and the DeepSpeed that the benchmark used, is within 4 % of each step.
-
-    As users get it, with transformers' layers and without the waits, the differences cancel with 16 and 32 rows.
-    """
+    """With transformers' layers and without the waits, as users get it, differences cancel with 16 and 32 rows."""
     machine = with_fused_layers(ONE_4090)
     plan = plan_of(*STOCK, rows=rows, machine=machine)
     assert with_waits(plan, machine) == pytest.approx(PUBLISHED[rows], rel=0.04)
@@ -101,10 +95,7 @@ def test_a_published_step_of_stock_deepspeed(rows: int, of_published: float) -> 
 
 
 def test_copies_of_gradients_take_turns() -> None:
-    """Each gradient leaves in 16 bits, comes back and leaves in fp32 on one stream; weights come in on another.
-
-    The step waits for the last gradient's copies, those of the embeddings.
-    """
+    """Each leaves in 16 bits, comes back and leaves in fp32; the step waits for the last one's, of the embeddings."""
     fast = with_products(ONE_4090, 1e20)
     plan = plan_of(*STOCK, rows=8, machine=fast)
     count, into, out, in_beside, out_beside = SHAPE.parameters, 25.6e9, 26.8e9, 12.5e9, 24e9

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 SCRIPTS = sorted((ROOT / "configs").glob("*.py"))
-NOT_PLANNED = {"tiny", "qlora"}
 HEADS = {
     path.stem: dict(re.findall(r"^# (run|plan|memory): +(.*)$", path.read_text(), re.MULTILINE))
     for path in (*RECIPES, *SCRIPTS)
@@ -65,7 +64,7 @@ def folder_of(config: PretrainedConfig, folder: Path, **changes: object) -> Path
 
 def test_each_recipe_says_what_it_needs() -> None:
     assert {"run"} <= set.intersection(*(set(head) for head in HEADS.values()))
-    assert {name for name, head in HEADS.items() if "plan" not in head} == NOT_PLANNED
+    assert {name for name, head in HEADS.items() if "plan" not in head} == {"tiny", "qlora"}
     for path in RECIPES:
         assert load_config(shlex.split(HEADS[path.stem]["run"])[1:])
 

@@ -80,9 +80,7 @@ def test_seconds_of_the_links() -> None:
 
 @pytest.mark.parametrize(("params", "times"), [("gpu", (0, 4, 1)), ("cpu", (4, 8, 0))])
 def test_stock_zero_by_its_paper(params: str, times: tuple[int, int, int]) -> None:
-    """ZeRO-2 reduces gradients in each micro-batch and gathers weights once; ZeRO-3 gathers them twice a micro-batch,
-    somewhat less since weights that are soon used again stay.
-    """
+    """ZeRO-2 gathers weights once, ZeRO-3 twice a micro-batch, somewhat less since some stay for their next use."""
     words = ("--params", params, "--optimizer", "cpu", "--accumulate", "4")
     found = by_link(planned(cluster(network=rate(1e9)), *words, nodes=2, engine="deepspeed"))
     each = 3 / 4 * 2 * SHAPE.parameters
@@ -197,10 +195,7 @@ def test_models_that_cannot_be_divided_are_named() -> None:
 
 
 def test_rows_of_the_table_are_plans() -> None:
-    """Each mode has its plan's JSON; refused modes are named with their reason.
-
-    Every name and setting is of one mode, and the configuration accepts every setting.
-    """
+    """Each mode has its plan's JSON, and a name and accepted setting of its own; refused ones have a reason."""
     for world in (2, 4, 6, 8, 16):
         names, settings, _ = zip(*modes(world), strict=True)
         assert len({*names}) == len({*settings}) == len([wish(*words.split()) for words in settings])

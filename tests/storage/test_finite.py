@@ -36,9 +36,8 @@ def test_one_value_among_others_is_found_wherever_it_is(dtype: torch.dtype, fiel
         assert told.startswith("1 of 150")
     assert describe_invalid_values(torch.full((150,), -0.0, dtype=dtype), signed=is_signed(field)) is None
     assert describe_invalid_values(torch.empty(0, dtype=dtype), signed=is_signed(field)) is None
-    assert (describe_invalid_values(torch.full((3,), -1.0, dtype=dtype), signed=is_signed(field)) is None) == (
-        field == "master"
-    )
+    negative = describe_invalid_values(torch.full((3,), -1.0, dtype=dtype), signed=is_signed(field))
+    assert (negative is None) == (field == "master")
 
 
 def plant(made: Any, name: str, field: str, value: float) -> None:

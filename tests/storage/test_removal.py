@@ -30,7 +30,6 @@ HOUSE = Path(__file__).resolve().parents[2]
 
 RECURSIVE = {"rmtree", "removedirs", "rmdir", "move", "renames", "TemporaryDirectory"}
 SINGLE = {"unlink", "rename", "replace", "remove", "truncate", "ftruncate"}
-THE_ONE = "storage/owned_dirs.py"
 SINGLE_FILES = {  # the calls of each module, and what they concern
     "data/tokenfile.py": {"unlink", "replace"},  # our temporary, a sidecar of other content; a finished token file
     "engine/deepspeed.py": {"unlink"},  # torch's build lock, behind which nobody works
@@ -65,7 +64,7 @@ def removals(path: Path) -> set[str]:
 def test_every_removal_is_known() -> None:
     package = HOUSE / "offload_trainer"
     found = {path.relative_to(package).as_posix(): removals(path) for path in package.rglob("*.py")}
-    assert found.pop(THE_ONE) & RECURSIVE == {"rmdir"}
+    assert found.pop("storage/owned_dirs.py") & RECURSIVE == {"rmdir"}
     assert {name: calls for name, calls in found.items() if calls} == SINGLE_FILES
     for path in sorted(path for room in ("scripts", "benchmarks", "soak") for path in (HOUSE / room).glob("*.py")):
         assert path.name in ELSEWHERE or not removals(path) & RECURSIVE, f"{path.name} removes directories"
@@ -297,17 +296,11 @@ _KEEP_AND_DIE = """
 import os, sys
 from pathlib import Path
 from offload_trainer.storage import scratch_dir
-folder, left = Path(sys.argv[1]), int(sys.argv[2])
+folder, writes = Path(sys.argv[1]), iter(range(int(sys.argv[2])))
 leases = [scratch_dir.leased(folder / name) for name in ("one", "two")]
 folders = [lease.__enter__() for lease in leases]
 write = scratch_dir.write_text
-def written(path, text):
-    global left
-    left -= 1
-    if left < 0:
-        os.kill(os.getpid(), 9)
-    write(path, text)
-scratch_dir.write_text = written
+scratch_dir.write_text = lambda *given: os.kill(os.getpid(), 9) if next(writes, None) is None else write(*given)
 scratch_dir.write_list(folder / "pages", folders)
 os.kill(os.getpid(), 9)
 """

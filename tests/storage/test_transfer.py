@@ -186,7 +186,6 @@ def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch: pytest.MonkeyPatc
 
 # -- safetensors files that one writer or several write in parts -------------------------------------------------------
 
-
 ENTRIES = [
     TensorEntry("a", torch.float32, (300, 7)),
     TensorEntry("b", torch.bfloat16, (1001,)),

@@ -280,9 +280,7 @@ def has_time(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.slow
 def test_a_clipped_row_is_marked_and_selected_cases_are_run(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A case without an export needs no room for one. --only continues a stage that had no time for all; without the
-    first row nothing is compared with it.
-    """
+    """A case without an export needs no room for one. With --only nothing is compared with a row that is not run."""
     case = speed.ours("clipped", "0", "0.5", "backward", "{drive}", "optim.max_grad_norm=1e-3")
     speed.Group("t", speed.gpt2, [case]).carry_out(stage)
     monkeypatch.setattr(stage, "_only", "half in RAM, half on the drive, overlap off")
@@ -326,9 +324,7 @@ worker.carry_out(print, words=[], output='out', steps=1, product=128)"""
 
 @pytest.mark.parametrize("code", [STAGE, WORKER], ids=["stage", "worker"])
 def test_torch_is_not_imported(code: str) -> None:
-    """A stage's process must survive a GPU failure. A worker's prepares itself first: CUDA reads its allocator's
-    settings and its number of connections from the environment when it is first used.
-    """
+    """A stage must survive a GPU's failure; a worker sets the environment that CUDA reads when it is first used."""
     there = environment(PYTHONPATH=":".join(map(str, (ROOT, SCRIPTS, ROOT / "benchmarks"))))
     run = [sys.executable, "-c", f"import sys\n{code}"]
     assert subprocess.run(run, cwd=SCRIPTS, env=there, check=False).returncode == 7
@@ -350,7 +346,6 @@ def test_a_memory_cap_applies_to_the_plan_and_the_allocator(monkeypatch: pytest.
 
 # -- the folder for a machine without network: it has all dependencies, and its versions are pinned --------------------
 
-
 LINUX = {"python_version": "3.12", "python_full_version": "3.12.3", "sys_platform": "linux", "extra": ""}
 LINUX |= {"platform_system": "Linux", "os_name": "posix", "platform_machine": "x86_64"}
 LINUX |= {"implementation_name": "cpython", "platform_python_implementation": "CPython"}
@@ -364,14 +359,12 @@ def test_every_need_of_the_package_is_carried_or_there() -> None:
         assert (need.marker and not need.marker.evaluate(LINUX)) or canonicalize_name(need.name) in known, need
 
 
-def test_versions_are_pinned_and_for_one_machine(tmp_path: Path) -> None:
+def test_versions_and_levels_of_kernels_are_pinned_and_for_one_machine(tmp_path: Path) -> None:
     words = command(tmp_path, python="3.12", more=["transformers==5.23.0"])
     assert {"--only-binary=:all:", "--no-deps", "cp312", "manylinux_2_28_x86_64", "transformers==5.23.0"} <= set(words)
     assert all("==" in pin for pin in pinned())
     assert not any(word.startswith(("torch==", "nvidia")) for word in words)
-
-
-def test_levels_require_the_features_that_their_code_uses() -> None:
+    # The first levels require every feature of the later ones.
     needed = [flags for _, flags in LEVELS.values()]
     assert all(more > fewer for more, fewer in pairwise(needed))
     assert [options[0] for options, _ in LEVELS.values()][-1] == "-march=x86-64-v3"

@@ -54,12 +54,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy / "dist" / done.stdout.splitlines()[-1]
 
 
-@pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the variables of a new virtual environment without this repository."""
-    return fresh_environment(tmp_path_factory.mktemp("fresh"))
-
-
 def losses(run: Path) -> list[float]:
     file = run / "metrics.jsonl"
     return [json.loads(line)["loss"] for line in file.read_text().splitlines()] if file.exists() else []
@@ -87,9 +81,9 @@ def killed(command: str, folder: Path, there: dict[str, str]) -> None:
     pytest.fail("it was always done before it could be killed")
 
 
-def test_each_command_of_the_quickstart_works(fresh: dict[str, str], wheel: Path, tmp_path: Path) -> None:
+def test_each_command_of_the_quickstart_works(wheel: Path, tmp_path: Path) -> None:
     """From a wheel: the demo without a network, and in an empty directory all others."""
-    folder = tmp_path / "work"
+    fresh, folder = fresh_environment(tmp_path / "fresh"), tmp_path / "work"
     folder.mkdir()
     (folder / "mine.txt").write_text("It was the best of times, it was the worst of times.\n" * 1500)
     talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in CHATS] * 12

@@ -103,7 +103,6 @@ _ASKED, _TOLD = turns("How warm is room 7?", "Nineteen degrees.")
 _TWO_ROOMS, _BOTH_TOLD = turns("Rooms 7 and 8?", "19 and 21.")
 _SUM, _SIX = turns("2+2?", "4"), turns("3+3?", "6")
 _THOUGHT = "<think>\nTwo and two make four.\n</think>\n\n4"
-_THANKED = turns("Thanks", "Welcome.")
 _UNLEARNED = turns("a?", "A one.", "b?", "B two.", "c?", "C three.", "d?", "D four.", "e?", "E five.")
 _UNLEARNED[3]["weight"], _UNLEARNED[7]["train"] = 0, False
 _ENDS = "<|im_end|> or </s> or <|end|> or <end_of_turn> or <|eot_id|>"
@@ -133,7 +132,7 @@ _WITHOUT_TOOLS = {
 _WITH_TOOLS = {
     "a call": [_ASKED, _call(), _READ, _TOLD],
     "a call with text": [_ASKED, _call(content="Let me look."), _READ, _TOLD],
-    "a call, then a question": [_ASKED, _call(), _READ, _TOLD, *_THANKED],
+    "a call, then a question": [_ASKED, _call(), _READ, _TOLD, *turns("Thanks", "Welcome.")],
     "a call with arguments as text": [_ASKED, _call(arguments='{"room": "7"}'), _READ, _TOLD],
     "two calls": [_TWO_ROOMS, _both(_call(), _call("8", 6)), _READ, _result("21", 6), _BOTH_TOLD],
     "two calls in a row": [_TWO_ROOMS, _call(), _READ, _call("8"), _result("21"), _BOTH_TOLD],

@@ -1,6 +1,4 @@
-"""Tests of token files, ours and others': they hold the tokenizer's ids, a torn or foreign file is never used, epochs
-have each row or exact shares, and resuming is exact.
-"""
+"""Tests of token files, ours and others', and of their rows: the tokenizer's ids, exact epochs, shares and resuming."""
 
 import errno
 import json
@@ -282,7 +280,6 @@ def test_a_full_drive_is_left_clean(fails: str, tmp_path: Path, source: Path, mo
 
 
 # -- token files of others ---------------------------------------------------------------------------------------------
-
 
 from_file = partial(prepared, vocabulary=200_000)
 

@@ -119,7 +119,6 @@ def loss_of(model: Any, rows: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> Counted:
-    """Run training with a drive, validations and saves."""
     folder, drive = tmp_path_factory.mktemp("numbers"), tmp_path_factory.mktemp("drive")
     words = ["--steps", STEPS, "train.eval_every=3", "--save-every", 3, "data.shuffle=false", "optim.warmup_steps=0"]
     words += ["placement.threads=2", "--nvme", drive, "--ram-fraction", "0.5", f"train.eval_rows={EVAL_ROWS}"]

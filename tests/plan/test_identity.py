@@ -18,7 +18,8 @@ SAVED = {"seed": 0, "seq_len": 32, "tokens": 100, "training rows": 3, "text": 77
 SAVED[CONFIG] = {"rope_theta": 1e4, "head_dim": None, "of_an_older_version": 1}
 
 DATA = "the text of --data is another, or has changed since"
-HEAD = "head_dim: it has none, this run 8"
+VALIDATION = DATA.replace("--data", "--validation-data") + "; or only one of the two has such a text"
+HEAD = "config.json's head_dim: it has none, this run 8"
 NUMBERS = {"rope_theta": 5e5, "head_dim": 8, "of_a_newer_version": 2}
 
 
@@ -32,14 +33,8 @@ NUMBERS = {"rope_theta": 5e5, "head_dim": 8, "of_a_newer_version": 2}
         ({"training rows": 4}, ["training rows: it has 3, this run 4"]),
         ({"tokenizer": "xyz", "text": 5, "tokens": 90}, ["tokenizer: it has abc, this run xyz"]),
         ({"seed": 1, "seq_len": 64}, ["seed: it has 0, this run 1", "seq_len: it has 32, this run 64"]),
-        (
-            {CONFIG: NUMBERS},
-            [f"config.json's {told}" for told in ("rope_theta: it has 10000.0, this run 500000.0", HEAD)],
-        ),
-        (
-            {"validation text": 5},
-            [f"{DATA.replace('--data', '--validation-data')}; or only one of the two has such a text"],
-        ),
+        ({CONFIG: NUMBERS}, ["config.json's rope_theta: it has 10000.0, this run 500000.0", HEAD]),
+        ({"validation text": 5}, [VALIDATION]),
     ],
 )
 def test_differences_are_described(changes: dict[str, object], lines: list[str]) -> None:

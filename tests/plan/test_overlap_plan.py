@@ -193,7 +193,6 @@ def test_more_page_buffers_hide_more_where_weights_do_not_wait_for_state() -> No
 
 # -- overlap with the backward -----------------------------------------------------------------------------------------
 
-
 DRIVE, LITTLE, ADAMW, COMPUTE = drive(4.0), drive(0.5), adamw(1.0), compute(1.0, "backward")
 WEIGHTS, ADDING = (Bound("backward", 0.5, "", kind, "sda") for kind in ("drive", "memory"))
 ON_DRIVES, IN_RAM = EarlyPages(on_drives=1.0), EarlyPages(0.0, in_ram=1.0)

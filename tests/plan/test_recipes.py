@@ -1,6 +1,4 @@
-"""Tests of the recipes: the needs stated in their headers match the plan, and each trains when scaled down; and of
-docs/scaling.md, whose table has the seconds of `plan --parallel`.
-"""
+"""Tests of the recipes, whose headers state the plan's bytes and which train scaled down, and of docs/scaling.md."""
 
 import json
 import re

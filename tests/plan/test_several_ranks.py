@@ -121,7 +121,6 @@ def test_invalid_numbers_of_nodes(words: list[str], told: str, capsys: pytest.Ca
 
 # -- ways to divide a step --------------------------------------------------------------------------------------------
 
-
 here = partial(cluster, copies=(1e10, 1e10, 1e10), matmul=1e14, memory=1e11, update=1e9)
 
 

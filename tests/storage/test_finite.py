@@ -42,12 +42,11 @@ def test_one_value_among_others_is_found_wherever_it_is(dtype: torch.dtype, fiel
 
 def plant(made: Any, name: str, field: str, value: float) -> None:
     """Set one value of a weight where the engine stores it."""
+    state, store = made.offloaded.state, made.offloaded.store
+    unit, place = state.places[name]
     if field == "fixed":
-        unit, place = made.offloaded.state.places[name]
-        made.offloaded.state.weights.put(unit.index, place.start, torch.tensor([value]))
+        state.weights.put(unit.index, place.start, torch.tensor([value]))
     else:
-        unit, place = made.offloaded.places[name]
-        store = made.offloaded.store
         ((number, at, _),) = store._table.touched(unit.index, place.start, 1)
         at = at.start // store.format.fields[field].per
         store.fields(number, store.in_memory(number))[field][at] = value

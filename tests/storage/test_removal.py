@@ -217,7 +217,6 @@ def test_an_export_keeps_a_users_directory(tmp_path: Path) -> None:
 
 
 def test_an_empty_directory_blocks_no_start(tmp_path: Path) -> None:
-    """A directory left so blocks no export to the same place, save of the same step, or lease on the same drive."""
     (tmp_path / ".export.tmp").mkdir()
     with replacing(tmp_path / "export", what="the export to") as new:
         new.mkdir()

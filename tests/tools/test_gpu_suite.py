@@ -57,7 +57,6 @@ def suite(command: str, **extra: str) -> subprocess.CompletedProcess[str]:
 
 # -- the two calls -----------------------------------------------------------------------------------------------------
 
-
 PAGE = (ROOT / "docs/benchmarks/gpu.md").read_text()
 COMMANDS = {call: line for line, call in re.findall(r"^ {4}(scripts/gpu_suite\.sh (\w+) .*)$", PAGE, re.MULTILINE)}
 

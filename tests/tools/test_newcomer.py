@@ -1,6 +1,4 @@
-"""Tests of a newcomer's first commands: the wheel, the README's quickstart from it in a fresh environment, and each
-command of docs/tutorial.md with the pretrained model of the demo.
-"""
+"""Tests of a newcomer's first commands: the wheel, the README's quickstart from it, each one of docs/tutorial.md."""
 
 import json
 import os

@@ -170,9 +170,6 @@ def _group(
     return Group(sources, convert)
 
 
-# -- files ---------------------------------------------------------------------------------------------------------
-
-
 @lenient_record
 class ShardIndex:
     """The content of a model.safetensors.index.json."""

@@ -57,9 +57,6 @@ class TrainState:
     data_position: Count  # rows consumed, summed over all ranks
 
 
-# -- writing ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class RunRecord:
     """Metadata of a run that every checkpoint stores next to the training state."""
@@ -149,8 +146,6 @@ class Checkpoints:
         # After an error with several ranks the thread may be blocked on a rank that is still running: leave it.
         if self._worker and (self._beside_training is ALONE or error is None):
             self._worker.close()
-
-    # -- one checkpoint -----------------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
         """Check that the run directory is still the same one and has room for a checkpoint; remove leftovers."""
@@ -255,9 +250,6 @@ def _device_and_inode(directory: Path) -> tuple[int, int] | None:
         found = directory.stat()
         return found.st_dev, found.st_ino
     return None
-
-
-# -- reading ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -272,7 +272,7 @@ def reading(checkpoint: Path) -> Iterator[None]:
 
 @lenient_record
 class RunConfiguration:
-    """The part of run.json that a resume reads."""
+    """The part of run.json that a resume and a model card read."""
 
     config: dict[str, dict[str, Any]]
 
@@ -306,7 +306,7 @@ def configuration_of(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return one line per setting of `STEERING` that differs; the steps of a run by epochs follow from it."""
+    """Return one line per setting of `STEERING` that differs, but for the steps of a run by epochs."""
     by_epochs = now.get("train", {}).get("epochs", "auto") != "auto"
     return [
         f"{section}.{key} is {now[section].get(key)}; {name} was saved with {shown(then[key])}"

@@ -11,7 +11,7 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,7 +102,7 @@ class JoinedFiles:
         ends = [0, *accumulate(map(len, self._files))]
         parts = [
             file.read(max(start - begin, 0), min(start + count, end) - max(start, begin))
-            for file, begin, end in zip(self._files, ends, ends[1:], strict=True)
+            for file, (begin, end) in zip(self._files, pairwise(ends), strict=True)
             if begin < start + count and start < end
         ]
         return np.concatenate(parts)

@@ -37,10 +37,10 @@ def model_folder(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def rows(count: int, *, length: int = 24) -> list[dict[str, torch.Tensor]]:
+def rows(count: int) -> list[dict[str, torch.Tensor]]:
     """Return learnable rows; each row's loss counts a different number of tokens."""
     made = []
-    for number, batch in enumerate(batches(count, rows=1, length=length)):
+    for number, batch in enumerate(batches(count, rows=1)):
         labels = batch.inputs[0].clone()
         labels[: 1 + 5 * number % 19] = -100
         made.append({"input_ids": batch.inputs[0], "labels": labels, "attention_mask": torch.ones_like(labels)})

@@ -22,6 +22,7 @@ SIDE, PATCH = 32, 8  # pixels of an image's side, and of a patch's
 GRID = SIDE // PATCH
 PATCHES = GRID**2 + 1  # patches of an image, with one for its class
 
+# The sizes of all weights are multiples of 16, for the reason in test_against_torch.py.
 _LAYERS: dict[str, Any] = {"hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4}
 _LAYERS |= {"intermediate_size": 48}
 _LANGUAGE = _LAYERS | {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -52,10 +53,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 def image_model(folder: Path, family: str, *, batches: int) -> list[Batch]:
-    """Write a small fp32 model of one of `CONFIGS` with random weights; return batches whose images change the loss.
-
-    The sizes of its weights are multiples of 16, for the reason in test_against_torch.py.
-    """
+    """Write a small fp32 model of one of `CONFIGS` with random weights; return batches whose images change the loss."""
     config, token = CONFIGS[family](), VOCABULARY - 1
     torch.manual_seed(1)
     AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)

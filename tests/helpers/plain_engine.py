@@ -1,9 +1,7 @@
-"""Implement the `Engine` protocol with torch alone, on one device in one process: the reference that tests and the GPU
-suite compare with.
+"""The reference that tests and the GPU suite compare with: an engine by torch alone, on one device in one process.
 
-Weights are in the run's dtype with fp32 masters, torch's AdamW updates the masters, gradients are summed in fp32, and
-fp16 uses the loss scaling of torch's GradScaler. On a CPU the tiered engine gives the same bits. On a GPU torch's fused
-AdamW rounds a product and a sum together, while the tiered engine's update has the CPU's bits everywhere.
+On a CPU the tiered engine gives the same bits. On a GPU torch's fused AdamW rounds a product and a sum together, while
+the tiered engine's update has the CPU's bits everywhere.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,19 +52,14 @@ class PlainEngine:
                 if name in self._masters:
                     self._masters[name].copy_(value)
         self._module.to(self._device)
-        groups = zip(decay_groups(source.shape.weights), (optim.weight_decay, 0.0), strict=True)
-        self._adam = torch.optim.AdamW(
-            [
-                {"params": [self._masters[w.name] for w in some], "weight_decay": decay}
-                for some, decay in groups
-                if some
-            ],
-            **{"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "fused": True},
-        )
+        groups = [
+            {"params": [self._masters[weight.name] for weight in some], "weight_decay": decay}
+            for some, decay in zip(decay_groups(source.shape.weights), (optim.weight_decay, 0.0), strict=True)
+            if some
+        ]
+        self._adam = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
         self._clip = optim.max_grad_norm
         self._scale = LossScale.initial(model.dtype)
-
-    # -- a step -------------------------------------------------------------------------------------------------------
 
     def train_step(self, batches: Sequence[Batch], *, lr: float, clock: PhaseClock) -> StepResult:
         self._module.train()
@@ -120,8 +113,6 @@ class PlainEngine:
     def eval_loss(self, batch: Batch) -> float:
         self._module.eval()
         return float(self._module(*batch.arguments(self._device, training=False)))
-
-    # -- state --------------------------------------------------------------------------------------------------------
 
     def named_master_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in self._weights.items():

@@ -27,10 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the directory that `counted_once` shares between the workers and the commands that they start.
+    """Make the directory of `counted_once` for all processes; those with tests import `commands` before anything else.
 
-    Processes with tests import `commands` before anything else, which sets the libraries' environment. pytest-xdist's
-    first process has none; without torch it starts its workers 3 seconds sooner.
+    pytest-xdist's first process has none; without torch it starts its workers 3 seconds sooner.
     """
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
     if not is_worker:
@@ -42,8 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 _NOT_QUICK = ("slow", "ops", "box", "network")  # markers of tests that only --all runs
-_SAMPLED = ("engine", "export", "library", "model", "offload", "optim", "plan", "run")  # directories that train
-# Each case is a mechanism.
+# Directories that train: a quick run has one case of each test, which --seed chooses, but for files of `_WHOLE`, where
+# each case is a mechanism.
+_SAMPLED = ("engine", "export", "library", "model", "offload", "optim", "plan", "run")
 _WHOLE = ("test_pairs.py", "test_schedules.py", "test_weight_fetches.py", "test_speculative_update.py")
 _ALL_SLOW = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow", re.MULTILINE)
 
@@ -61,11 +61,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Start the slowest tests first: one that starts last leaves all but one worker idle at the end.
-
-    In a quick run, leave out tests with a marker of `_NOT_QUICK`, and all but one case of each test that trains; --seed
-    chooses it. Files of `_WHOLE` keep every case.
-    """
+    """Start the slowest tests first, so that no worker idles at the end; leave out what a quick run has not."""
     items.sort(key=_seconds, reverse=True)
     if not _is_quick(config):
         return
@@ -138,9 +134,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """Undo what a test, or a command that ran in this process, sets for it: the kernel, torch's 16-bit products,
-    threads and default dtype, and the environment.
-    """
+    """Undo what a test, or a command in this process, sets: kernel, 16-bit products, threads, dtype, environment."""
     import torch
 
     from offload_trainer.engine import cpu_matmul

@@ -5,7 +5,6 @@ the tiered engine's update has the CPU's bits everywhere.
 """
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +15,9 @@ from offload_trainer.engine.protocol import StepResult
 from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.optim.norms import clip_factor, norm_of
-from offload_trainer.optim.state_files import BlockingSnapshot, EngineState, LossScale, read_engine_state, read_tensors
+from offload_trainer.optim.state_files import BlockingSnapshot, EngineState, LossScale
 from offload_trainer.plan.planner import checkpointed_blocks
 from offload_trainer.plan.shape import decay_groups
-from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.telemetry.meters import PhaseClock
 
@@ -29,9 +27,7 @@ class PlainEngine:
 
     rank, world = 0, 1
 
-    def __init__(
-        self, source: ModelSource, model: ModelSection, optim: OptimSection, *, load_weights: bool = True
-    ) -> None:
+    def __init__(self, source: ModelSource, model: ModelSection, optim: OptimSection) -> None:
         self.shape, self._dtype = source.shape, DTYPES[model.dtype]
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._module = source.build(
@@ -47,7 +43,7 @@ class PlainEngine:
         self._shapes = {weight.name: tuple(weight.shape) for weight in trained}
         self._fixed = {n: tuple(w.shape) for n, w in self._weights.items() if n not in self._masters}
         with torch.no_grad():
-            for name, value in source.weights() if load_weights else ():
+            for name, value in source.weights():
                 self._weights[name].copy_(as_parameter(value, self._dtype))
                 if name in self._masters:
                     self._masters[name].copy_(value)
@@ -134,22 +130,6 @@ class PlainEngine:
             return master.detach()
         state = self._adam.state.get(master)
         return state[kind] if state else torch.zeros_like(master, requires_grad=False)
-
-    @torch.no_grad()
-    def load(self, directory: Path) -> None:
-        state = read_engine_state(directory, rule=ADAMW)
-        self._scale = self._scale.resumed(state.loss_scale)
-        for kind, shapes in [*((kind, self._shapes) for kind in KINDS), *[("fixed", self._fixed)] * bool(self._fixed)]:
-            for name, tensor in read_tensors(directory, kind, shapes=shapes):
-                if kind in ("master", "fixed"):
-                    self._weights[name].copy_(tensor)
-                if kind == "master":
-                    self._masters[name].copy_(tensor)
-                elif kind != "fixed" and (steps := state.weight_steps.get(name, state.optimizer_steps)):
-                    # The fused update needs the step count on the parameter's device (pytorch #103256, #124133).
-                    count = torch.tensor(float(steps), device=self._device)
-                    moments = self._adam.state.setdefault(self._masters[name], {"step": count})
-                    moments[kind] = tensor.to(self._device)
 
     def close(self) -> None:
         pass

@@ -33,11 +33,7 @@ from offload_trainer.run import build, process_setup
 if "LOSS_SCALE" in os.environ:
     state_files.INITIAL_SCALE, state_files.WINDOW = map(int, os.environ["LOSS_SCALE"].split(","))
 if os.environ.get("ENGINE") == "plain":
-
-    def plain(setup: Any, *, swaps: Any, load_weights: bool) -> PlainEngine:
-        return PlainEngine(setup.source, setup.config.model, setup.config.optim, load_weights=load_weights)
-
-    build.build_engine = plain
+    build.build_engine = lambda setup, **_: PlainEngine(setup.source, setup.config.model, setup.config.optim)
 
 
 def of_file(name: str) -> Callable[..., bool]:

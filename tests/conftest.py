@@ -6,7 +6,6 @@ import re
 import time
 import zlib
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -127,7 +126,7 @@ def counted_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return one directory for all pytest-xdist workers, for files that only one should create (see `in_turn`)."""
+    """Return one directory for all pytest-xdist workers, for files that only one of them creates, behind a lock."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
@@ -153,16 +152,13 @@ def as_before() -> Iterator[None]:
     os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
-_boxes = count()
-
-
 @pytest.fixture
 def box() -> Iterator[Path]:
     """Yield a memory cgroup limited to LIMIT; skip the test if this user may not create one."""
     from commands import LIMIT
 
     v1 = Path("/sys/fs/cgroup/memory")
-    folder = (v1 if v1.is_dir() else Path("/sys/fs/cgroup")) / f"offload-trainer-test-{os.getpid()}-{next(_boxes)}"
+    folder = (v1 if v1.is_dir() else Path("/sys/fs/cgroup")) / f"offload-trainer-test-{os.getpid()}"
     name = "memory.limit_in_bytes" if v1.is_dir() else "memory.max"
     try:
         folder.mkdir()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import KILL, TINY, Run, ask, assert_same_run, call, faulty, in_turn
+from commands import KILL, TINY, Run, ask, assert_same_run, call, faulty
+from filelock import FileLock
 from forked_ranks import call_ranks
 from safetensors.torch import load_file
 from test_telemetry import CONTRACT
@@ -51,7 +52,7 @@ def finished(shared: Path):
     @cache
     def make(name: str) -> Run:
         output = shared / f"finished-{name.replace(' ', '-')}"
-        with in_turn(output):
+        with FileLock(f"{output}.lock"):
             if not (output / "finished").exists():
                 drive = output.with_name(f"drive-of-{output.name}")
                 drive.mkdir(exist_ok=True)

@@ -30,11 +30,7 @@ class PlainEngine:
     def __init__(self, source: ModelSource, model: ModelSection, optim: OptimSection) -> None:
         self.shape, self._dtype = source.shape, DTYPES[model.dtype]
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._module = source.build(
-            dtype=self._dtype,
-            offload=model.offload_activations,
-            checkpointed=checkpointed_blocks(model, source.shape),
-        )
+        self._module = source.build(dtype=self._dtype, checkpointed=checkpointed_blocks(model, source.shape))
         self._weights = dict(self._module.model.named_parameters())
         trained = [weight for weight in source.shape.weights if weight.trainable]
         self._masters: dict[str, Any] = {

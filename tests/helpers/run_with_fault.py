@@ -77,7 +77,7 @@ def of_a_step(_: int, descriptor: int, data: memoryview, *__: Any) -> bool:
     return of_file("record")(_, descriptor) and b'"newest": ""' not in bytes(data)
 
 
-# Which calls count, if not all: (number, *arguments) tells. In `BY_STEP` it is that of the step NUMBER.
+# Which calls count, if not all: (number, *arguments) tells.
 COUNTED: dict[str, Callable[..., bool]] = {
     "loss": lambda _, module, *__: module.training,
     "read": of_file("state"),
@@ -89,7 +89,6 @@ COUNTED: dict[str, Callable[..., bool]] = {
     "put": lambda _, w, *__: w.path.name == "exp_avg.safetensors" and "step-00000004" in str(w.path),
     "saved": lambda n, _, final, *__: final.name == f"step-{n:08d}",
 }
-BY_STEP = ("metrics", "line", "saved")
 
 
 def fill(directory: Path) -> None:
@@ -138,6 +137,7 @@ def arm(actions: str, moment: str, number: int) -> None:
     place = MOMENTS[key] if MOMENTS[key].startswith("os.") else f"offload_trainer.{MOMENTS[key]}"
     owner, name = resolve_name(place.rpartition(".")[0]), place.rpartition(".")[2]
     call, calls, counts = getattr(owner, name), itertools.count(1), COUNTED.get(key, lambda *_: True)
+    nth = 1 if moment in ("metrics", "line", "saved") else number  # only the call of the step NUMBER counts for these
     to_come.append(moment)
 
     def act(given: tuple[Any, ...]) -> None:
@@ -147,7 +147,7 @@ def arm(actions: str, moment: str, number: int) -> None:
                 stack.callback(happen, action, given)
 
     def armed(*given: Any, **words: Any) -> Any:
-        now = counts(number, *given) and next(calls) == (1 if moment in BY_STEP else number)
+        now = counts(number, *given) and next(calls) == nth
         if now and moment == "half":
             call(given[0], given[1][: len(given[1]) // 2], *given[2:])
         if now and moment not in AFTER:

@@ -40,9 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 _NOT_QUICK = ("slow", "ops", "box", "network")  # markers of tests that only --all runs
-# Directories that train: a quick run has one case of each test, which --seed chooses, but for files of `_WHOLE`, where
-# each case is a mechanism.
-_SAMPLED = ("engine", "export", "library", "model", "offload", "optim", "plan", "run")
+_SAMPLED = ("engine", "export", "library", "model", "offload", "optim", "plan", "run")  # directories that train
+# Each case is a mechanism.
 _WHOLE = ("test_pairs.py", "test_schedules.py", "test_weight_fetches.py", "test_speculative_update.py")
 _ALL_SLOW = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow", re.MULTILINE)
 
@@ -60,7 +59,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Start the slowest tests first, so that no worker idles at the end; leave out what a quick run has not."""
+    """Start the slowest tests first, so that no worker idles at the end.
+
+    In a quick run, leave out tests of `_NOT_QUICK`, and of each test that trains all cases but one, which --seed chooses.
+    """
     items.sort(key=_seconds, reverse=True)
     if not _is_quick(config):
         return
@@ -126,7 +128,7 @@ def counted_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return one directory for all pytest-xdist workers, for files that only one of them creates, behind a lock."""
+    """Return one directory for all pytest-xdist workers, for files that only one should create (see `in_turn`)."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 

@@ -24,6 +24,7 @@ from unittest.mock import patch
 from zlib import crc32
 
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file
 
 HELPERS = Path(__file__).resolve().parent
@@ -178,6 +179,11 @@ def faulty(fault: str, *words: object, output: Path | None = None, **extra: str)
     named = [] if output is None else ["--output", output]
     done = run_script(FAULTY, fault, *words, *named, **extra)
     return Run(done.returncode, done.stdout + done.stderr, output or Path())
+
+
+def in_turn(path: Path) -> FileLock:
+    """Return a lock with which only one worker at a time creates `path`."""
+    return FileLock(f"{path}.lock")
 
 
 def everything(folder: Path) -> dict[Path, bytes]:

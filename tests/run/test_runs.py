@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import KILL, TINY, Run, ask, assert_same_run, call, faulty
-from filelock import FileLock
+from commands import KILL, TINY, Run, ask, assert_same_run, call, faulty, in_turn
 from forked_ranks import call_ranks
 from safetensors.torch import load_file
 from test_telemetry import CONTRACT
@@ -52,7 +51,7 @@ def finished(shared: Path):
     @cache
     def make(name: str) -> Run:
         output = shared / f"finished-{name.replace(' ', '-')}"
-        with FileLock(f"{output}.lock"):
+        with in_turn(output):
             if not (output / "finished").exists():
                 drive = output.with_name(f"drive-of-{output.name}")
                 drive.mkdir(exist_ok=True)

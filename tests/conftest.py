@@ -61,7 +61,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Start the slowest tests first, so that no worker idles at the end.
 
-    In a quick run, leave out tests of `_NOT_QUICK`, and of each test that trains all cases but one, which --seed chooses.
+    In a quick run, leave out tests of `_NOT_QUICK`, and all but one case of each test that trains; --seed chooses it.
     """
     items.sort(key=_seconds, reverse=True)
     if not _is_quick(config):

@@ -53,9 +53,8 @@ def _is_quick(config: pytest.Config) -> bool:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Import no file whose tests are all slow: collecting takes a tenth of a quick run."""
-    if collection_path.suffix == ".py" and _is_quick(config) and _ALL_SLOW.search(collection_path.read_text()):
-        return True
-    return None
+    all_slow = collection_path.suffix == ".py" and _is_quick(config) and _ALL_SLOW.search(collection_path.read_text())
+    return True if all_slow else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

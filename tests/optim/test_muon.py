@@ -14,7 +14,7 @@ import torch
 from dead_run_files import stored_masters
 from engine_bench import Step, assert_same, batches, engine, masters, model_directory, train
 from placements import skip_last_block
-from reference_muon import MuonWithAdamW
+from plain_engine import MuonWithAdamW
 from safetensors.torch import load_file
 from sample_plans import rate, timed, wish, with_products
 

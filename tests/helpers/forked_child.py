@@ -51,8 +51,7 @@ def watched_memory() -> Callable[[], int]:
         return peak
 
     def watch() -> None:
-        while True:
-            look()
+        while look():
             time.sleep(0.002)
 
     threading.Thread(target=watch, daemon=True).start()

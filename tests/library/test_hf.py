@@ -16,7 +16,7 @@ from engine_bench import assert_same
 from forked_child import in_a_fork
 from hf_trainers import HOMES, STEPS, Ours, arguments, loaded, ours, rows, stock, told, weights
 from huggingface_hub.utils import filter_repo_objects
-from reference_muon import MuonWithAdamW
+from plain_engine import MuonWithAdamW
 from seen_calls import calls_of, kill_in
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer

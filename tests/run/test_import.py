@@ -425,7 +425,7 @@ def test_state_and_next_losses_are_fsdps(ranks: int, kind: str, frozen: str, tmp
     assert "optim.schedule_delay=1" in done.words
     assert (f"--steps {STEPS}" in done.words) == (kind == "trainer")
     data = batches((BEFORE + AFTER) * ranks)[BEFORE * ranks :]
-    words = ["--accumulate", str(ranks), "--engine", "plain", "optim.betas=[0.9, 0.95]", "optim.weight_decay=0.1"]
+    words = ["--accumulate", str(ranks), "optim.betas=[0.9, 0.95]", "optim.weight_decay=0.1"]
     with engine(model, "--dtype", "fp32", *words, *freezing) as made:
         made.load(done.checkpoint)
         found = train(made, data, accumulate=ranks, lr=LR)

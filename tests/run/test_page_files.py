@@ -9,8 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from commands import KILL, TINY, Run, call, faulty, results
+from commands import COMMAND, FAULTY, KILL, TINY, Run, call, faulty, results, start
 from dead_run_files import dead_lease
+from forked_ranks import call_ranks
+from placements import until
 from sample_plans import timed
 
 from offload_trainer.errors import RERUN_HINT, UserError
@@ -22,7 +24,7 @@ from offload_trainer.run.planning import as_page_files
 from offload_trainer.run.resume import STARTS_OVER, earlier_run, resume_hint
 from offload_trainer.settings import load_config
 from offload_trainer.storage.retention import complete_checkpoints
-from offload_trainer.storage.scratch_dir import dead_runs, folders_in, leased
+from offload_trainer.storage.scratch_dir import dead_runs, folders_in, hold, leased
 from offload_trainer.telemetry.report import RELOAD
 
 STEPS = 6
@@ -382,3 +384,77 @@ def test_page_files_stay_after_an_error(place: Path, tmp_path: Path, alone: dict
     run = call(*words, output=tmp_path / "run")
     assert f"; {RERUN_HINT} from its page files, step {gone_on(run)}, there or with another --nvme" in failed.text
     assert results(run.output) == alone
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+TIERED = [*ALL, "--engine", "tiered"]
+MOMENTS = [  # rank and moment of the kill, and by how many steps the files may advance
+    ("1:kill@page=3", [0]),
+    ("0:kill@flip=2", [1]),
+    ("1:kill@flip=1", [0, 1]),
+    ("0:kill@half", [0]),
+    ("0:kill@record", [1]),
+    ("0:kill@line=5", [0, 1, 2]),
+]
+
+
+def one_killed(fault: str, *words: object, output: Path, count: int) -> None:
+    """Kill one rank, and check that the others end without a message."""
+    rank = int(fault.split(":")[0])
+    ended = call_ranks(*words, output=output, count=count, script=[FAULTY, fault])
+    codes = [run.code for run in ended]
+    assert codes == [-9 if one == rank else 69 for one in range(count)], [run.text[-2000:] for run in ended]
+
+
+@pytest.mark.slow
+def test_whichever_rank_is_killed(place: Path, drive: Path, tmp_path: Path) -> None:
+    words = ["--nvme", place, *TIERED, "tiered.overlap=backward"]
+    output, before = tmp_path / "run", 0
+    for fault, expected in MOMENTS:
+        one_killed(fault, *words, output=output, count=3)
+        (folder,) = folders_in(output / "pages")
+        assert list((place / "offload-trainer").iterdir()) == [folder]
+        newest = read_newest(read_description(folder))
+        step = newest.step if newest else 0
+        assert step - before in expected
+        before = step
+    ended = call_ranks(*words, output=output, count=2)
+    assert [run.code for run in ended] == [2] * 2, ended
+    assert "3 rank(s), and this run has 2: use --gpus 3" in ended[0].text
+    assert folders_in(output / "pages") == [folder]
+    said_nothing_of_places = [word for word in words if word != "tiered.state_copies=2"]
+    ended = call_ranks(*said_nothing_of_places, output=output, count=3)
+    assert [run.code for run in ended] == [0] * 3, ended
+    assert gone_on(ended[0]) == before == 4
+    alone = call("--nvme", drive, *ALL, "--accumulate", 3, output=tmp_path / "alone")
+    assert results(output) == results(alone.output)
+    assert not list((place / "offload-trainer").iterdir())
+
+
+@pytest.mark.slow
+def test_pages_that_do_not_depend_on_ranks_resume_with_another_number(place: Path, drive: Path, tmp_path: Path) -> None:
+    words, output = ["--nvme", place, *TIERED, "tiered.page_size=4096"], tmp_path / "run"
+    one_killed("1:kill@flip=3", *words, output=output, count=2)
+    killed("record=2", *words, "--accumulate", 2, output=output)
+    (ended, _) = call_ranks(*words, output=output, count=2)
+    assert gone_on(ended) in (4, 5)
+    alone = call("--nvme", drive, *ALL, "--accumulate", 2, output=tmp_path / "alone")
+    assert results(output) == results(alone.output)
+
+
+@pytest.mark.slow
+def test_a_rank_that_still_lives_is_waited_for(place: Path, tmp_path: Path) -> None:
+    words = ["--nvme", place, *ALL, "--output", tmp_path / "run"]
+    killed("record=2", *words[:-2], output=tmp_path / "run")
+    (folder,) = folders_in(tmp_path / "run/pages")
+    rank, told = hold(folder), tmp_path / "told"
+    told.touch()  # the child process opens it
+    command = start(COMMAND, *words, stdout=told, stderr=told)
+    until(lambda: "waiting for" in told.read_text())  # it does so for 60 s
+    assert "resuming from" not in told.read_text()
+    os.close(rank)
+    assert command.wait(600) == 0
+    assert f"waiting for {folder}/.ranks" in told.read_text()
+    assert "resuming from the page files" in told.read_text()

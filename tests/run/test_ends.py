@@ -1,11 +1,14 @@
-"""Tests of a run's end: signals in each phase, with and without readers of its output; runs without checkpoints."""
+"""Tests of a run's end: signals in each phase, with and without output; runs without checkpoints; Slurm's file."""
 
 import fcntl
+import os
+import re
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
-from commands import COMMAND, TINY, assert_same_run, call, everything, faulty, results, run_script
+from commands import COMMAND, TINY, assert_same_run, call, environment, everything, faulty, results, run_script
 from dead_run_files import died
 from safetensors.torch import load_file
 
@@ -179,3 +182,45 @@ def test_no_room_for_a_checkpoint_at_a_signal(tmp_path: Path) -> None:
     assert everything(output) == kept
     words = [word for word in NEVER if "overrides" not in str(word)]
     assert "done: 5 steps" in call(*words, "--model", output / "export", output=tmp_path / "on").text
+
+
+# -- the file for Slurm, with stand-ins for Slurm's programs -----------------------------------------------------------
+
+BATCH = Path(__file__).resolve().parents[2] / "configs/slurm.sbatch"
+# Runs the command of srun once for each rank, one after the other; $ENDS also tells the batch shell to end.
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do
+  [[ $1 == --ntasks=* ]] && count=${1#--ntasks=}
+  shift
+done
+for ((rank = 0; rank < count; rank++)); do SLURM_PROCID=$rank SLURM_LOCALID=$((rank % 2)) "$@"; done
+[ -z "$ENDS" ] || kill -TERM $PPID
+exit "$CODE"
+"""
+SCONTROL = """#!/bin/bash
+if [ "$1" = show ]; then echo one; echo two; else echo "$@" >>requeued; fi
+"""
+TRAIN = """#!/bin/bash
+echo "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $*" >>ranks
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "ends", "requeued"), [(0, "", False), (2, "", False), (143, "", True), (143, "yes", False)]
+)
+def test_the_batch_file_requeues_only_preempted_jobs(code: int, ends: str, requeued: bool, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("offload-train", TRAIN)):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "123", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "nodes", "SLURM_CPUS_PER_TASK": "1"}
+    env = environment(PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}", SLURM_NTASKS_PER_NODE="2", **job)
+    env |= {"CODE": str(code), "ENDS": ends}
+    done = subprocess.run(["bash", BATCH, "--data", "a b.jsonl"], cwd=tmp_path, env=env)
+    assert done.returncode == code
+    ranks = [f"{rank} {rank % 2} 4 2 one --data a b.jsonl train.stop_within=100" for rank in range(4)]
+    (seconds,) = re.findall(r"^#SBATCH --signal=TERM@(\d+)\b", BATCH.read_text(), re.MULTILINE)
+    assert int(seconds) > 100
+    assert (tmp_path / "ranks").read_text().splitlines() == ranks
+    assert (tmp_path / "requeued").exists() == requeued
+    assert not requeued or (tmp_path / "requeued").read_text() == "requeue 123\n"

@@ -1,4 +1,4 @@
-"""Tests of signals and of standard streams that are gone, without a run; test_ends.py has whole runs."""
+"""Tests of signals, of standard streams that are gone, and of the loop's stops; test_ends.py has whole runs."""
 
 import logging
 import os
@@ -8,7 +8,11 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -17,8 +21,10 @@ from test_telemetry import a_step
 
 from offload_trainer.cli import main
 from offload_trainer.errors import Stopped, exit_code
+from offload_trainer.ranks import all_gather_json
+from offload_trainer.run import loop
 from offload_trainer.run.directory import Log
-from offload_trainer.run.signals import stop_at_once, waiting
+from offload_trainer.run.signals import StopRequest, stop_at_once, waiting
 from offload_trainer.stdio import lasting_streams, write_now
 from offload_trainer.telemetry.sinks import Screen
 
@@ -243,3 +249,60 @@ def test_names_that_are_not_utf8(capfd: pytest.CaptureFixture[str]) -> None:
 
     assert in_a_fork(work) == 0
     assert capfd.readouterr().out == "/out/\\udcff\n"
+
+
+# -- the training loop -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, agreed, saved = StopRequest(), [], []
+
+    def slowly(said: Any) -> Any:
+        answers = all_gather_json(said)
+        agreed.append(said)
+        if len(agreed) == at:
+            asked.stop = signal.SIGTERM  # the handler sets it
+        return answers
+
+    monkeypatch.setattr(loop, "all_gather_json", slowly)
+    monkeypatch.setattr(loop, "_save_if_due", lambda job, state, **why: saved.append((state.step, why["stopping"])))
+    monkeypatch.setattr(loop, "_step", lambda job, state, batches: replace(state, step=state.step + 1))
+    monkeypatch.setattr(loop, "_evaluate", lambda job, step: None)
+    job: Any = SimpleNamespace(
+        train=SimpleNamespace(steps=9, micro_batch_size=1, eval_every=0),
+        train_rows=SimpleNamespace(train_batches=lambda *_, **__: iter(())),
+        engine=SimpleNamespace(rank=0, world=1),
+        checkpoints=type("Unsaved", (nullcontext,), {"ended": False})(),
+        to_save=loop.TimeToSave(step=None, save=0.0),
+        commit=None,
+        telemetry=None,
+    )
+    state = loop.train(job, asked)
+    assert state.step == at + 1
+    assert saved[-1] == (at + 1, True)
+    assert asked.stop == signal.SIGTERM
+
+
+def test_what_is_left_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
+    left = loop.TimeToSave(step=None, save=4.0)
+    left.begin("step", "validation", "save")
+    assert left.seconds is None  # nobody knows the seconds of a first step
+    now[0] = 10.0
+    left.begin("validation", "save")
+    now[0] = 13.0
+    left.begin("save")
+    assert left.seconds == 4.0
+    now[0] = 15.0
+    assert left.seconds == 2.0
+    left.begin("step", "validation", "save")
+    now[0] = 16.0
+    assert left.seconds == 9 + 3 + 4
+    left.save = 6.0
+    now[0] = 26.0  # the step takes longer than the one before
+    assert left.seconds == 0 + 3 + 6
+    left.begin("save")
+    left.begin("step", "save")
+    assert left.seconds == 11 + 6  # the longest of the latest steps

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from commands import TINY, ask, call
-from sample_chats import CHATS
+from sample_chats import CHATS, lines, turns
 from sample_plans import SHAPES, machine, wish
 from test_telemetry import a_step
 from tokenizers import processors
@@ -205,8 +205,7 @@ TRAINED = [*TINY, "--steps", "2", "--lr", "1e-2", "data.validation=0.2"]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run with tied embeddings, trained on conversations for two steps."""
     folder = tmp_path_factory.mktemp("generate")
-    talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": b[:12]}] for a, b in CHATS * 3]
-    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    (folder / "chat.jsonl").write_text(lines({"messages": turns(asked, told[:12])} for asked, told in CHATS * 3))
     return call(*TRAINED, "--data", folder / "chat.jsonl", output=folder / "run").output
 
 
@@ -394,30 +393,25 @@ def test_the_commands(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert (printed["step"], printed["steps"], printed["saved"], printed["state"]) == (2, 2, 2, "done")
 
 
-EVALUATION = EvalRecord(step=3, validation_loss=2.25, perplexity=None)
-SAVED = {"checkpoints/step-00000002/MANIFEST.json": "{}"}
-# Files of runs that have made three of nine steps, in a folder that has only the directory `nothing`; what is listed.
-RUNS: list[tuple[dict[str, str], str]] = [
-    (SAVED, "resumes from step 2"),
-    ({}, "no checkpoint: starts from step 0"),
-    (SAVED | {".lock": ""}, "is running"),
-    (SAVED | {"config.yaml": "["}, "resumes from step 2"),
-    ({"pages": "{folder}/nothing\n{folder}/gone\n"}, "resumes from its page files"),
-    ({"pages": "{folder}/gone\n"}, "no checkpoint: starts from step 0"),
-    ({"export/config.json": ""}, "exported, cannot resume"),
-    (SAVED | {"export/config.json": ""}, "exported; its newest checkpoint is of step 2"),
-    (
-        {"checkpoints/step-00000009/MANIFEST.json": "{}", "evaluations.jsonl": EVALUATION.to_json() + "\n"} | SAVED,
-        "done",
-    ),
-]
-
-
 @pytest.mark.slow
 def test_runs_say_whether_they_can_resume(tmp_path: Path) -> None:
+    evaluation = EvalRecord(step=3, validation_loss=2.25, perplexity=None).to_json() + "\n"
+    saved, ended = {"checkpoints/step-00000002/MANIFEST.json": "{}"}, {"checkpoints/step-00000009/MANIFEST.json": "{}"}
+    # Files of runs that have made three of nine steps, in a folder that has only the directory `nothing`; what is told.
+    runs: list[tuple[dict[str, str], str]] = [
+        (saved, "resumes from step 2"),
+        ({}, "no checkpoint: starts from step 0"),
+        (saved | {".lock": ""}, "is running"),
+        (saved | {"config.yaml": "["}, "resumes from step 2"),
+        ({"pages": "{folder}/nothing\n{folder}/gone\n"}, "resumes from its page files"),
+        ({"pages": "{folder}/gone\n"}, "no checkpoint: starts from step 0"),
+        ({"export/config.json": ""}, "exported, cannot resume"),
+        (saved | {"export/config.json": ""}, "exported; its newest checkpoint is of step 2"),
+        (saved | ended | {"evaluations.jsonl": evaluation}, "done"),
+    ]
     (tmp_path / "nothing").mkdir()
     always = {"config.yaml": "train:\n  steps: 9\n", "metrics.jsonl": a_step(3, loss=2.5).to_json() + "\n"}
-    for number, (files, _) in enumerate(RUNS):
+    for number, (files, _) in enumerate(runs):
         for name, text in (always | files).items():
             path = tmp_path / str(number) / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -425,12 +419,12 @@ def test_runs_say_whether_they_can_resume(tmp_path: Path) -> None:
     with open(open_lock(tmp_path / "2/.lock")) as lock:
         try_lock(lock.fileno())
         found = runs_in(tmp_path)
-    assert [run["state"] for run in found] == [state for _, state in RUNS]
+    assert [run["state"] for run in found] == [state for _, state in runs]
     assert [found[number]["validation_loss"] for number in (0, 8)] == [None, 2.25]
-    lines = aligned(run_table(found)).splitlines()
-    assert lines[0].split() == ["run", "step", "loss", "validation"]
-    assert lines[1].split()[1:] == ["3/9", "2.5000", "-", "resumes", "from", "step", "2"]
-    assert "3/?" in lines[4]
+    head, first, *rest = aligned(run_table(found)).splitlines()
+    assert head.split() == ["run", "step", "loss", "validation"]
+    assert first.split()[1:] == ["3/9", "2.5000", "-", "resumes", "from", "step", "2"]
+    assert "3/?" in rest[2]
     assert runs_in(tmp_path / "8") == found[-1:]
     with pytest.raises(UserError, match="holds no run"):
         runs_in(tmp_path / "nothing")

@@ -136,9 +136,7 @@ def all_at_once(model: nn.Module) -> None:
         (all_at_once, "on the drive", True),
     ],
 )
-def test_gradients_are_read_and_changed_as_in_torch(
-    clipped: bool, change: Callable[[nn.Module], None], home: str, drive: Path
-) -> None:
+def test_gradients_are_as_in_torch(clipped: bool, change: Callable[[nn.Module], None], home: str, drive: Path) -> None:
     """Gradients include the factor of an earlier clip, and another backward adds to the changed ones."""
     with both(drive, home) as (model, session, optimizer, reference, usual):
         for batch in batches(3):

@@ -118,9 +118,7 @@ def test_in_bf16_merged_weights_are_pefts_too(folder: Path, drive: Path, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("base", "keys"), [("model", {}), ("nf4", {"overlap": "forward"})])
-def test_resumed_in_another_placement_it_has_the_same_bits(
-    base: str, keys: dict[str, Any], folder: Path, drive: Path, tmp_path: Path
-) -> None:
+def test_resumed_in_another_place(base: str, keys: dict[str, Any], folder: Path, drive: Path, tmp_path: Path) -> None:
     """Norms that are offloaded share one optimizer with the adapters, which are new when it resumes."""
     reference = with_norms(adapted(plain(folder, base)))
     expected = by_torch(reference)

@@ -143,9 +143,7 @@ def test_the_update_overlaps_the_loop(home: str, explicit: bool, drive: Path, mo
 
 
 @pytest.mark.parametrize("more", [{}, {"dtype": "bf16", "master_dtype": "bf16"}])
-def test_8bit_moments_resume_from_the_newest_save_in_another_placement(
-    more: dict[str, Any], tmp_path: Path, drive: Path
-) -> None:
+def test_8bit_moments_resume_in_another_placement(more: dict[str, Any], tmp_path: Path, drive: Path) -> None:
     """Rounding depends on the seed and the step alone, so a session that resumes goes on with the same bits."""
     after = []
     keys: dict[str, Any] = {"nvme": drive, "moment_dtype": "8bit", "seed": 5, **more}
@@ -247,9 +245,7 @@ def test_a_session_killed_at_any_moment_resumes_from_a_complete_save(moment: str
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_weights_for_a_server_are_read_once_and_held_one_at_a_time(
-    home: str, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_for_a_server_are_held_one_at_a_time(home: str, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def streamed(stream: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
         """Return each weight in 16 bits, as a server would take it; assert that no other one is in memory meanwhile."""
         seen, taken = list[StorageWeakRef](), dict[str, torch.Tensor]()

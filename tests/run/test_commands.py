@@ -51,9 +51,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # -- recipes ---------------------------------------------------------------------------------------------------------
 
 
-def test_recipes_are_listed_with_what_they_need(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipes_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert all(load_config([str(path)]) != load_config([]) for path in (ROOT / "configs").glob("*.yaml"))
     assert cli.main(["ls"]) == 0
@@ -270,9 +268,7 @@ def test_a_continuation_ends_with_a_token_that_the_model_names(exported: Path, t
     assert len(ended) < len(whole)
 
 
-def test_a_prompt_begins_as_the_tokenizer_begins_a_text(
-    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_begins_as_a_text_does(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sample continues transformers' ids of its prompt without an end; a template prints its own beginning."""
     asked: list[list[int]] = []
     monkeypatch.setattr(commands, "generate", lambda model, tokenizer, ids, **_: asked.append(ids) or [70])

@@ -231,9 +231,7 @@ def test_page_files_on_a_drive_of_another_machine(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_a_start_that_cannot_use_them_is_refused_and_they_stay(
-    place: Path, tmp_path: Path, alone: dict[str, Any]
-) -> None:
+def test_a_start_that_cannot_use_them_is_refused(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """The same command resumes later. A missing drive or list of directories is named, and so is damage."""
     words, output = ["--nvme", place, *ALL], tmp_path / "run"
     killed("page=150", *words, output=output)
@@ -434,7 +432,7 @@ def test_whichever_rank_is_killed(place: Path, drive: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_pages_that_do_not_depend_on_ranks_resume_with_another_number(place: Path, drive: Path, tmp_path: Path) -> None:
+def test_small_pages_resume_with_another_number_of_ranks(place: Path, drive: Path, tmp_path: Path) -> None:
     words, output = ["--nvme", place, *TIERED, "tiered.page_size=4096"], tmp_path / "run"
     one_killed("1:kill@flip=3", *words, output=output, count=2)
     killed("record=2", *words, "--accumulate", 2, output=output)

@@ -156,9 +156,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object, output: Path) ->
     return capsys.readouterr().err
 
 
-def test_a_checkpoint_of_other_weights_is_refused(
-    finished, drive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_weights_are_refused(finished, drive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = finished("plain").output / "checkpoints/step-00000012"
     for word, told in (
         ('model.freeze=["wpe"]', "transformer.wpe.weight: it has {'shape': [256, 96], 'trained': True}"),
@@ -190,9 +188,7 @@ def test_stock_deepspeed_resumes_after_many_steps_and_leaves_frozen_weights(driv
     assert resumed.losses == whole.losses
 
 
-def test_damaged_checkpoints_are_refused_and_those_without_manifest_do_not_exist(
-    finished, drive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_files_are_refused(finished, drive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An older checkpoint is refused while newer ones exist, which a rerun would take, and is resumed without them."""
     output = tmp_path / "out"
     shutil.copytree(finished("plain").output, output)

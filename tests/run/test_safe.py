@@ -300,9 +300,7 @@ def test_a_generation_config_is_read_as_transformers_reads_it(tmp_path: Path) ->
 # -- two simultaneous starts: which one gets the directory, and the state that each resumes from ----------------------
 
 
-def test_a_start_waits_for_one_that_looks_and_not_long_for_a_living_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_waits_for_one_that_looks_not_for_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open(tmp_path / ".lock", "w") as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
         monkeypatch.setattr(directory.time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
@@ -316,9 +314,7 @@ def test_a_start_waits_for_one_that_looks_and_not_long_for_a_living_run(
     assert max(waits) < 0.1
 
 
-def test_a_start_locks_the_directory_before_it_reads_what_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_locks_before_it_reads_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a run that ends there meanwhile would leave a newer checkpoint than the one that was chosen."""
 
     def plan(*_: Any, **__: Any) -> None:
@@ -333,9 +329,7 @@ def test_a_start_locks_the_directory_before_it_reads_what_is_there(
         train.train_run(load_config(["--output", str(tmp_path)]))
 
 
-def test_a_run_that_ends_in_a_new_directory_meanwhile_is_not_mixed_with_this_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_ends_there_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory that was new is locked late; checkpoints that another run has left there by then are refused."""
     older, newer = tmp_path / "step-00000002", tmp_path / "step-00000004"
     monkeypatch.setattr(checks, "refuse_output", lambda planned: newer)

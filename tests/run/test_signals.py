@@ -120,9 +120,7 @@ def swallow_and_wait(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", STOPPING)
-def test_a_stop_that_a_library_swallows_is_raised_again(
-    number: signal.Signals, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stop_that_is_swallowed_is_raised_again(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(Stopped), stop_at_once():
         swallow_and_wait(number)
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)

@@ -71,9 +71,7 @@ def test_a_long_run_on_a_drive_measures_what_its_plan_lacks(cache: Path, drive: 
     assert plan_run(with_muon.config, again=replace(with_muon, machine=machine)).plan.forecast.step is not None
 
 
-def test_a_run_that_rates_do_not_change_starts_at_once(
-    cache: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_start_at_once(cache: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     due = planned(drive, tmp_path / "run", *MANY)
     short = planned(drive, tmp_path / "run", "--steps", "20")
     in_ram = plan_run(load_config([*TINY, *MANY, "--output", str(tmp_path / "run")]))
@@ -161,9 +159,7 @@ def test_a_session_measures_if_ten_steps_move_enough(cache: Path, drive: Path, m
 
 
 @pytest.mark.slow
-def test_a_drive_that_fails_leaves_the_defaults(
-    cache: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drive_that_fails(cache: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, messages = planned(drive, tmp_path / "run", *MANY), list[str]()
     monkeypatch.setattr(DriveFile, "__init__", MagicMock(side_effect=TrainerError("no space left")))
     assert machine_rates.rates_at_start(before, say=messages.append) == before.machine

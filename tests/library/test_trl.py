@@ -110,9 +110,6 @@ def test_adapters(kind: str, changes: dict[str, Any], folder: Path, drive: Path,
         assert_learned(trainer)
 
 
-# -- reward models -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("nothing_is_small")
 def test_reward_model(folder: Path, drive: Path, tmp_path: Path) -> None:
     torch.manual_seed(2)
@@ -144,21 +141,16 @@ def test_reward_model(folder: Path, drive: Path, tmp_path: Path) -> None:
             trainer_of("Reward", model, tmp_path, ours=True)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("DPO", {"precompute_ref_log_probs": False}, "precompute_ref_log_probs=True"),
-    ("DPO", {"sync_ref_model": True}, "sync_ref_model"),
-    ("KTO", {"precompute_ref_log_probs": False}, "precompute_ref_log_probs=True"),
-    ("GRPO", {"beta": 0.1}, r"beta=0\.1: the reference would be a second model in memory: beta=0\.0, or adapters"),
-    ("GRPO", {"use_vllm": True}, r"use_vllm=True: .*rollout_func sends session\.named_weights\(\)"),
-    ("GRPO", {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching=True: .*thread"),
-    ("GRPO", {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True: it converts offloaded weights in place"),
-]
-
-
 def test_arguments_that_are_refused(untrained: Any, tmp_path: Path) -> None:
-    for kind, changes, message in REFUSED:
+    refused: list[tuple[str, dict[str, Any], str]] = [
+        ("DPO", {"precompute_ref_log_probs": False}, "precompute_ref_log_probs=True"),
+        ("DPO", {"sync_ref_model": True}, "sync_ref_model"),
+        ("KTO", {"precompute_ref_log_probs": False}, "precompute_ref_log_probs=True"),
+        ("GRPO", {"beta": 0.1}, r"beta=0\.1: the reference would be a second model in memory: beta=0\.0, or adapters"),
+        ("GRPO", {"use_vllm": True}, r"use_vllm=True: .*rollout_func sends session\.named_weights\(\)"),
+        ("GRPO", {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching=True: .*thread"),
+        ("GRPO", {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True: it converts offloaded weights in place"),
+    ]
+    for kind, changes, message in refused:
         with pytest.raises((UserError, ValueError), match=message):
             trainer_of(kind, untrained, tmp_path, ours=True, **changes)

@@ -180,20 +180,6 @@ def test_a_run_that_is_complete_keeps_its_page_files(place: Path, tmp_path: Path
     assert [path.name for path in complete_checkpoints(tmp_path / "other/checkpoints")][-1] == "step-00000005"
 
 
-# -- page files that cannot be resumed ---------------------------------------------------------------------------------
-
-
-REFUSED = [
-    (["tiered.state_copies=1"], "have only one copy"),
-    (["--ram-fraction", "0.5"], "stores some of its state in memory"),
-    (["tiered.page_size=65536"], "layout differs .*pages"),
-    (["optim.moment_dtype=bf16"], "layout differs .*optim.moment_dtype"),
-    (["optim.master_dtype=bf16"], "layout differs .*optim.master_dtype"),
-    (["--seed", "1"], "another run: seed: it has 0, this run 1"),
-    (["model.freeze=wpe"], "not trained"),
-]
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".ranks"}  # a lock
 
@@ -240,7 +226,15 @@ def test_a_start_that_cannot_use_them_is_refused(place: Path, tmp_path: Path, al
     assert newest is not None
     assert newest.train is not None
     step, whole = newest.train["step"], contents(lease)
-    for more, why in REFUSED:
+    for more, why in (
+        (["tiered.state_copies=1"], "have only one copy"),
+        (["--ram-fraction", "0.5"], "stores some of its state in memory"),
+        (["tiered.page_size=65536"], "layout differs .*pages"),
+        (["optim.moment_dtype=bf16"], "layout differs .*optim.moment_dtype"),
+        (["optim.master_dtype=bf16"], "layout differs .*optim.master_dtype"),
+        (["--seed", "1"], "another run: seed: it has 0, this run 1"),
+        (["model.freeze=wpe"], "not trained"),
+    ):
         said = refused(*words, *more, output=output)
         assert re.search(f"of step {step}, newer than any checkpoint, .*{why}", said), said
         assert "start without them with --resume never" in said
@@ -388,14 +382,6 @@ def test_page_files_stay_after_an_error(place: Path, tmp_path: Path, alone: dict
 
 
 TIERED = [*ALL, "--engine", "tiered"]
-MOMENTS = [  # rank and moment of the kill, and by how many steps the files may advance
-    ("1:kill@page=3", [0]),
-    ("0:kill@flip=2", [1]),
-    ("1:kill@flip=1", [0, 1]),
-    ("0:kill@half", [0]),
-    ("0:kill@record", [1]),
-    ("0:kill@line=5", [0, 1, 2]),
-]
 
 
 def one_killed(fault: str, *words: object, output: Path, count: int) -> None:
@@ -410,7 +396,14 @@ def one_killed(fault: str, *words: object, output: Path, count: int) -> None:
 def test_whichever_rank_is_killed(place: Path, drive: Path, tmp_path: Path) -> None:
     words = ["--nvme", place, *TIERED, "tiered.overlap=backward"]
     output, before = tmp_path / "run", 0
-    for fault, expected in MOMENTS:
+    for fault, expected in (  # rank and moment of the kill, and by how many steps the files may advance
+        ("1:kill@page=3", [0]),
+        ("0:kill@flip=2", [1]),
+        ("1:kill@flip=1", [0, 1]),
+        ("0:kill@half", [0]),
+        ("0:kill@record", [1]),
+        ("0:kill@line=5", [0, 1, 2]),
+    ):
         one_killed(fault, *words, output=output, count=3)
         (folder,) = folders_in(output / "pages")
         assert list((place / "offload-trainer").iterdir()) == [folder]

@@ -244,23 +244,21 @@ def test_starts_and_plans_leave_what_is_there(tmp_path: Path, monkeypatch: pytes
         assert everything(tmp_path) == before
 
 
-READERS: list[tuple[str, Callable[[Path], Any]]] = [
-    ("metrics.jsonl", read_metrics),
-    ("metrics.jsonl", partial(JsonLines, done=0)),
-    ("model.safetensors", TensorFileReader),
-    ("a.txt", lambda path: source_sums([path], memory=path.with_name("memory"), say=print)),
-    ("a.jinja", lambda path: load_tokenizer("builtin", chat_template=str(path))),
-    ("tokenizer.json", lambda path: load_tokenizer(str(path.parent))),
-    ("config.json", lambda path: empty_model(path.parent)),
-    ("config.json", lambda path: copy_tree(path.parent, path.parent.with_name("copy"))),
-    ("log.txt", open_to_append),
-]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # for one that waits for the writer of a pipe
 def test_a_pipe_does_not_block(tmp_path: Path) -> None:
-    for number, (name, read) in enumerate(READERS):
+    readers: list[tuple[str, Callable[[Path], Any]]] = [
+        ("metrics.jsonl", read_metrics),
+        ("metrics.jsonl", partial(JsonLines, done=0)),
+        ("model.safetensors", TensorFileReader),
+        ("a.txt", lambda path: source_sums([path], memory=path.with_name("memory"), say=print)),
+        ("a.jinja", lambda path: load_tokenizer("builtin", chat_template=str(path))),
+        ("tokenizer.json", lambda path: load_tokenizer(str(path.parent))),
+        ("config.json", lambda path: empty_model(path.parent)),
+        ("config.json", lambda path: copy_tree(path.parent, path.parent.with_name("copy"))),
+        ("log.txt", open_to_append),
+    ]
+    for number, (name, read) in enumerate(readers):
         here = tmp_path / str(number) / "here"
         here.mkdir(parents=True)
         os.mkfifo(here / name)

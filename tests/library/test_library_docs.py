@@ -132,12 +132,9 @@ DATA = {
 }
 
 
-def test_every_section_has_a_block() -> None:
-    assert len(BLOCKS) == PAGE.count("```python")
-
-
 @pytest.mark.parametrize("title", BLOCKS)
 def test_block(title: str, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(BLOCKS) == PAGE.count("```python")  # each section has one
     folder = model_folder(tmp_path / "model", max_position_embeddings=1024)
     chat_tokenizer().save_pretrained(folder)
     sessions: list[Any] = []
@@ -164,17 +161,16 @@ def test_block(title: str, drive: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 # -- docs/notebook.ipynb -----------------------------------------------------------------------------------------------
 
-NOTEBOOK = json.loads((DOCS / "notebook.ipynb").read_text())
-CODE = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
-
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's")
 def test_the_notebook_runs_and_trains_as_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses equal those of torch.optim.AdamW bit for bit, also after a resume; the export has its weights."""
+    """Losses are AdamW's bit for bit, also after a resume; the notebook has no outputs, which would be outdated."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    for code in CODE:
-        exec(compile(code, "notebook.ipynb", "exec"), names)
+    for cell in json.loads((DOCS / "notebook.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            assert (cell["outputs"], cell["execution_count"]) == ([], None)
+            exec(compile("".join(cell["source"]), "notebook.ipynb", "exec"), names)
     model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     expected = []
@@ -190,12 +186,6 @@ def test_the_notebook_runs_and_trains_as_plain_torch(tmp_path: Path, monkeypatch
         assert torch.equal(exported.float(), trained.bfloat16().float()), name
     assert names["written"].startswith(b"It was the ")
     assert b" of times" in names["written"]  # it has learned the text
-
-
-def test_the_notebook_has_no_outputs() -> None:
-    """The notebook in the repository has no results of a machine, which would be outdated after the next change."""
-    code = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
 
 
 # -- recipes -----------------------------------------------------------------------------------------------------------

@@ -402,7 +402,6 @@ def test_an_unforeseen_write_stops_the_step(home: str, tmp_path: Path) -> None:
 
 
 def test_a_view_reads_its_parameters_current_values(offloaded: Offloaded) -> None:
-    """A view reads the parameter's current values, wherever it was made and whether the weight is on the device."""
     model, reference, _ = offloaded
     views: dict[Any, list[torch.Tensor]] = {model: [], reference: []}
 

@@ -512,13 +512,10 @@ def test_errors_name_the_callers_keywords(keys: dict[str, Any], words: str) -> N
     assert "--" not in str(refused.value)
 
 
-@pytest.mark.parametrize("several", ["wte", ["wte"], {"wte"}])
-def test_a_keyword_takes_one_name_or_several(several: object) -> None:
-    config = session_config("gpt2", {"freeze": several, "nvme": Path("/ssd")})
-    assert (config.model.freeze, config.placement.nvme) == (("wte",), ("/ssd",))
-
-
-def test_blocks_are_found_or_named() -> None:
+def test_keywords_take_several_names_and_blocks_are_found() -> None:
+    for several in ("wte", ["wte"], {"wte"}):
+        config = session_config("gpt2", {"freeze": several, "nvme": Path("/ssd")})
+        assert (config.model.freeze, config.placement.nvme) == (("wte",), ("/ssd",))
     for blocks, names in ((None, [f"floors.{number}" for number in range(4)]), (["floors.1"], ["floors.1"])):
         units = {weight.unit for weight in api.shape_of(Tower(), blocks=blocks).weights if weight.block}
         assert sorted(units) == names

@@ -33,7 +33,6 @@ pytestmark = pytest.mark.slow
 
 STEPS, ACCUMULATE, LIMIT = 6, 2, 0.5
 QUIET = {"max_steps": STEPS, "save_steps": 3, "use_cpu": True, "ddp_backend": "gloo"}
-GENERATES = {"num_generations": 2, "max_completion_length": 8, "beta": 0.0}
 
 
 def _trainer(model: Any, output: Path, base: type) -> Any:
@@ -53,9 +52,10 @@ def _adapters(model: Any, output: Path, base: type) -> Any:
 
 
 def _grpo(model: Any, output: Path, base: type) -> Any:
+    given = {"num_generations": 2, "max_completion_length": 8, "beta": 0.0, "gradient_accumulation_steps": 1}
     return base(
         model,
-        args=GRPOConfig(**words(output, gradient_accumulation_steps=1, **GENERATES, **QUIET)),
+        args=GRPOConfig(**words(output, **given, **QUIET)),
         reward_funcs=lambda completions, **_: [float(len(str(one)) % 7) for one in completions],
         train_dataset=prompts(),
         processing_class=chat_tokenizer(),
@@ -139,9 +139,6 @@ def be_a_rank(folder: Path, output: Path, drive: Path) -> None:
     (output / "loop").mkdir(exist_ok=True)
     with loaded(folder, drive, seq_len=64, micro_batch_size=4) as model:
         _loop(model, output / "loop")
-
-
-# -- the tests ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

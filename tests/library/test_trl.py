@@ -20,10 +20,6 @@ from offload_trainer.hf import Offloaded, attach
 pytestmark = pytest.mark.slow
 
 
-def distinct(completions: list[Any], **_: Any) -> list[float]:
-    return [float(len(set(completion[0]["content"]))) for completion in completions]
-
-
 GENERATES = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "beta": 0.0}
 REFERENCE = {"precompute_ref_log_probs": True}
 # The data and the arguments of a kind's trainer
@@ -35,7 +31,6 @@ KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "RLOO": (prompts, GENERATES | {"num_iterations": 2}),
     "Reward": (preferences, {"save_steps": 2}),
 }
-LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
 def words(output: Path, **changes: Any) -> dict[str, Any]:
@@ -59,7 +54,8 @@ def trainer_of(kind: str, model: Any, output: Path, *, ours: bool, more: Any = N
     data, arguments = KINDS[kind]
     made = type("OffloadedTrainer", (Offloaded, stock), {}) if ours else stock
     given = {"train_dataset": data(), "processing_class": chat_tokenizer()} | (more or {})
-    given |= {"reward_funcs": distinct} if data is prompts else {}
+    if data is prompts:
+        given["reward_funcs"] = lambda completions, **_: [float(len(set(one[0]["content"]))) for one in completions]
     return made(model, args=config(**words(output, **(arguments | changes))), **given)
 
 
@@ -98,7 +94,8 @@ def test_logs_and_weights_are_the_stock_trainers(kind: str, folder: Path, drive:
 )
 def test_adapters(kind: str, changes: dict[str, Any], folder: Path, drive: Path, tmp_path: Path) -> None:
     """The base model is the reference in each step, for GRPO in a KL term."""
-    words = {"more": {"peft_config": LORA}, "learning_rate": 1e-2, **changes}
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    words = {"more": {"peft_config": lora}, "learning_rate": 1e-2, **changes}
     torch.manual_seed(0)  # TRL 1.10 initialises adapters before it seeds
     stock = trainer_of(kind, plain(folder), tmp_path / "stock", ours=False, **words)
     stock.train()

@@ -301,10 +301,7 @@ def test_a_sample_without_text_says_why(exported: Path, tmp_path: Path, monkeypa
 
 @pytest.mark.slow
 def test_an_export_is_read_as_it_lies_on_the_hub(tmp_path: Path) -> None:
-    """A hub checkpoint gives transformers' logits, computed in fp32.
-
-    It has separate experts, bf16, several files, and a router correction, which is a buffer.
-    """
+    """It has separate experts, bf16, several files, and a router correction, which is a buffer; logits are in fp32."""
     config = AutoConfig.for_model(
         "glm4_moe",
         **{"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2},

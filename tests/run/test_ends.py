@@ -65,9 +65,6 @@ def test_signals_in_each_phase(fault: str, code: int, outcome: str, drive: Path,
     assert not list(run.output.glob(".*.tmp"))
 
 
-# -- stops with a deadline ---------------------------------------------------------------------------------------------
-
-
 def test_a_stop_that_does_not_fit_ends_at_once_and_resumes(tmp_path: Path) -> None:
     always = [*TINY, "--steps", 6, "--save-every", 2, "train.eval_every=0"]
     whole = call(*always, output=tmp_path / "whole")
@@ -82,9 +79,6 @@ def test_a_stop_that_does_not_fit_ends_at_once_and_resumes(tmp_path: Path) -> No
         again = call(*words, output=output)
         assert f"step {saved}" in again.text
         assert_same_run(again, whole)
-
-
-# -- runs without checkpoints ------------------------------------------------------------------------------------------
 
 
 def test_a_run_without_checkpoints_is_done_once(tmp_path: Path) -> None:

@@ -224,9 +224,6 @@ def test_overflows_hold_the_schedule_up_there_and_here(copied: tuple[Path, list[
     assert "optim.schedule_delay=3" in imported(checkpoint, tmp_path / "run", *words).words
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
 def test_other_optimizers_and_other_models_are_refused(copied: tuple[Path, list[str]], tmp_path: Path) -> None:
     # What is changed in optimizer.pt's groups and state (those of RAdam have no amsgrad), and the refusal
     refused: list[tuple[Callable[[Any, Any], object], str]] = [
@@ -336,10 +333,7 @@ BEFORE, AFTER = 3, 3  # steps before the checkpoint, and compared with those of 
 
 
 def write_checkpoint(directory: Path, model: Any, adam: Any, scheduler: Any, kind: str) -> None:
-    """Write it by get_state_dict, with settings by number of the group or by name of the weight, or as accelerate does.
-
-    That makes two directories, beside the other files of a Trainer.
-    """
+    """Write as get_state_dict, "numbered" by groups or "flat" by names, or as a "trainer" does through accelerate."""
     if kind != "trainer":
         options = StateDictOptions(flatten_optimizer_state_dict=kind == "flat")
         weights, state = get_state_dict(model, adam, options=options)

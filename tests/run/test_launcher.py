@@ -251,9 +251,6 @@ def test_another_program_and_other_data_are_named(monkeypatch: pytest.MonkeyPatc
 # -- several nodes, here processes numbered as torchrun does -----------------------------------------------------------
 
 NODES = 2
-DROPOUT = [f"model.overrides.{name}=0.1" for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
-WORDS = [*TINY, *DROPOUT, "--scratch", "--dtype", "bf16", "--engine", "tiered", "--save-every", "2", "--steps", "6"]
-HALF = ["--optimizer", "nvme", "--ram-fraction", "0.5", "--params", "cpu"]
 # A program of Python that runs another one in the network namespace that its first word names.
 INSIDE = "import os, sys; os.execvp('ip', ['ip', 'netns', 'exec', sys.argv[1], sys.executable, *sys.argv[2:]])"
 
@@ -342,7 +339,10 @@ def test_killed_and_resumed_with_the_bits_of_one_rank(
     ways: Sequence[object], spaces: list[str], tmp_path: Path, drive: Path
 ) -> None:
     """On two nodes, the last with networks of their own, or one rank, and the other way round."""
-    words, one = [*WORDS, *HALF], [*by(1), "--nvme", drive]
+    words = [*TINY, "--scratch", "--dtype", "bf16", "--engine", "tiered", "--save-every", "2", "--steps", "6"]
+    words += [f"model.overrides.{name}=0.1" for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
+    words += ["--optimizer", "nvme", "--ram-fraction", "0.5", "--params", "cpu"]
+    one = [*by(1), "--nvme", drive]
     alone = call(*words, *one, output=tmp_path / "alone")
     output = tmp_path / "killed"
     killing = f"pause~{output}/checkpoints/step-00000002/MANIFEST.json+kill@step=4"
@@ -440,10 +440,7 @@ def torchrun(
 
 @pytest.mark.slow
 def test_killed_ranks_are_restarted(alone: Run, seed: int, tmp_path: Path) -> None:
-    """A rank is killed three times: before a random step, before a random write of an update, and in a save.
-
-    The ranks join although the addresses of those before them are still in torchrun's store.
-    """
+    """Before a random step, a random write, and in a save. torchrun's store still has the addresses of those before."""
     dice, output = random.Random(seed), tmp_path / "out"
     faults = f"{dice.randrange(2)}:kill@step={dice.randrange(2, 9)}"
     faults += f",{dice.randrange(2)}:kill@page={dice.randrange(1, 10)},0:kill@manifest"

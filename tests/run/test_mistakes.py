@@ -113,9 +113,6 @@ def test_one_message_and_nothing_written(name: str, places: Path, monkeypatch: p
     assert everything(places) == before
 
 
-NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/out/file")
-
-
 @pytest.mark.parametrize(
     ("error", "code", "expected_text"),
     [
@@ -125,7 +122,7 @@ NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/out/file")
         (Stopped(1), 129, "stopped by SIGHUP, with nothing to save"),
         (Stopped(3, unsaved="stopped at once"), 131, "SIGQUIT: stopped at once; the same command resumes"),
         (KeyboardInterrupt(), 130, "stopped by SIGINT"),
-        (NO_SPACE, 1, "/disk/out/file: No space left on device. Free space or mend that disk"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/out/a"), 1, "/out/a: No space left on device. Free space"),
         (PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/out/a"), 1, "/out/a: Permission denied"),
     ],
 )

@@ -194,14 +194,6 @@ def refused(*words: object, output: Path) -> str:
     return printed[0]
 
 
-def without_newest(record: bytes) -> bytes:
-    """Return a record with a damaged byte in its newest slot."""
-    half = len(record) // 2
-    numbers = [int.from_bytes(record[start : start + 8], "little") for start in (0, half)]
-    at = numbers.index(max(numbers)) * half + 60
-    return record[:at] + b"~" + record[at + 1 :]
-
-
 def test_page_files_on_a_drive_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint takes their place, also where this machine has older ones; a drive mounted elsewhere is named."""
     said: list[str] = []
@@ -246,12 +238,15 @@ def test_a_start_that_cannot_use_them_is_refused(place: Path, tmp_path: Path, al
     assert f"{output}/pages, which listed {lease}, no longer exists" in refused(*words, output=output)
     (tmp_path / "pages").rename(output / "pages")
     state, record = whole["state"], whole["record"]
+    half = len(record) // 2
+    numbers = [int.from_bytes(record[start : start + 8], "little") for start in (0, half)]
+    at = numbers.index(max(numbers)) * half + 60  # in the newest slot
     older = f"of step {step - 1}, newer .*of another step"
     for name, content, why, resumes in (
         ("state", state[::-1], "state: page 0, .* of another step or run", True),
         ("state", state[:-4096], "state is not there, or is shorter", False),
         ("record", bytes(len(record)), "record cannot be read: neither of its two slots is whole", False),
-        ("record", without_newest(record), older, None),
+        ("record", record[:at] + b"~" + record[at + 1 :], older, None),
         ("run.json", None, "run.json cannot be read: it is not there", True),
     ):
         (lease / name).unlink() if content is None else (lease / name).write_bytes(content)
@@ -288,9 +283,6 @@ def test_an_older_checkpoint_and_never_discard_page_files(place: Path, tmp_path:
     assert "a kill will leave no page files to resume from" in run.text
     assert len(run.steps) == STEPS
     assert not list((place / "offload-trainer").iterdir())
-
-
-# -- ends and settings -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -330,9 +322,6 @@ def test_settings_of_the_page_files(place: Path, tmp_path: Path) -> None:
     run = call(*words, "--lr", "5e-3", output=tmp_path / "run")
     assert gone_on(run) == 3
     assert "note: optim.lr is 0.005; the page files' run was saved with" in run.text
-
-
-# -- what else looks at them -------------------------------------------------------------------------------------------
 
 
 def test_only_their_own_run_takes_page_files(place: Path, tmp_path: Path) -> None:

@@ -92,7 +92,6 @@ def test_no_network_without_a_hub_id(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("umask", [0o077, 0o002])
 def test_files_are_made_with_the_user_s_umask(umask: int, drive: Path, tmp_path: Path) -> None:
-    """The run directory, checkpoints, page files, token cache and exports follow the umask."""
     here = tmp_path / "drive"
     here.mkdir(mode=0o777)
     before = os.umask(umask)

@@ -44,11 +44,6 @@ def send(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def _twice(number: int) -> None:
-    send(number)
-    send(number)
-
-
 @pytest.mark.parametrize("number", STOPPING)
 def test_a_signal_while_a_line_is_printed(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -62,6 +57,11 @@ def test_a_signal_while_a_line_is_printed(
     monkeypatch.undo()
     assert signal.getsignal(number) is before
     assert f"{number.name}: finishing this step" in capfd.readouterr().err
+
+
+def _twice(number: int) -> None:
+    send(number)
+    send(number)
 
 
 @pytest.mark.slow
@@ -111,18 +111,16 @@ def test_sigusr1_requests_a_checkpoint() -> None:
         send(signal.SIGUSR1)
 
 
-def swallow_and_wait(number: int) -> None:
-    """Send a signal from a destructor, which swallows its exception; return only if none is raised again."""
-    deadline = time.monotonic() + 300
-    type("Swallows", (), {"__del__": lambda self: send(number)})()
-    while time.monotonic() < deadline:
-        pass
-
-
 @pytest.mark.parametrize("number", STOPPING)
 def test_a_stop_that_is_swallowed_is_raised_again(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        deadline = time.monotonic() + 300
+        type("Swallows", (), {"__del__": lambda self: send(number)})()  # a destructor's exceptions are swallowed
+        while time.monotonic() < deadline:
+            pass
+
     with pytest.raises(Stopped), stop_at_once():
-        swallow_and_wait(number)
+        work()
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
     assert capfd.readouterr().err == ""
 
@@ -176,19 +174,6 @@ def test_cleanup_is_not_interrupted() -> None:
 # -- standard streams that are closed, or never existed ----------------------------------------------------------------
 
 
-def say_much() -> None:
-    """Write to the streams in every way: print, progress bar, log, a library's warning and logger, C, a handler."""
-    for _ in range(2):
-        print("a line")
-        print("a line", file=sys.stderr, flush=True)
-        Screen(2, initial=0, say=print, bounds={}, drives=False).step(a_step(2))
-        warnings.warn("of a library", stacklevel=1)
-        logging.getLogger("a library").error("said")
-        Log(loud=True).say("a line")
-        write_now("a line")
-        os.write(2, b"as from C\n")
-
-
 @pytest.mark.parametrize("kind", GONE)
 def test_output_without_a_reader(kind: str, tmp_path: Path) -> None:
     """Once a line is lost, no later write fails, even one to the bare descriptor. log.txt gets each line first."""
@@ -200,7 +185,15 @@ def test_output_without_a_reader(kind: str, tmp_path: Path) -> None:
             log.say("two")  # also without the command's stream replacement
         with lasting_streams():
             print("the first", file=sys.stderr)
-            say_much()
+            for _ in range(2):
+                print("a line")
+                print("a line", file=sys.stderr, flush=True)
+                Screen(2, initial=0, say=print, bounds={}, drives=False).step(a_step(2))
+                warnings.warn("of a library", stacklevel=1)
+                logging.getLogger("a library").error("said")
+                Log(loud=True).say("a line")
+                write_now("a line")
+                os.write(2, b"as from C\n")
 
     assert in_a_fork(work, streams=lambda: lose_streams(kind)) == 0
     assert [line[20:] for line in (tmp_path / "log.txt").read_text().splitlines()] == ["one", "two"]

@@ -125,9 +125,6 @@ def test_memory_is_timed_on_arrays_beyond_the_caches_that_leave_room(
     assert budget.update_elements == max(elements, 2 * due.config.tiered.page_size)
 
 
-# -- sessions ----------------------------------------------------------------------------------------------------------
-
-
 def session(drive: Path, told: list[str], **keys: object) -> Plan:
     """Open and close a session whose state is on the drive; return its plan. It leaves torch's generator alone."""
     block = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
@@ -166,9 +163,6 @@ def test_a_drive_that_fails(cache: Path, drive: Path, tmp_path: Path, monkeypatc
     assert messages[0].startswith("note: this machine's speed could not be measured")
     assert "no space left" in messages[0]
     assert not cache_file().exists()
-
-
-# -- several ranks -----------------------------------------------------------------------------------------------------
 
 
 def two_ranks(drive: Path, output: Path, fault: str) -> list[Run]:

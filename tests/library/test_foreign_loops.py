@@ -214,9 +214,6 @@ def test_the_state_of_parameters_outside_the_model_is_torchs(drive: Path) -> Non
     assert torch.equal(*found)
 
 
-# -- accelerate -------------------------------------------------------------------------------------------------------
-
-
 def accelerated(model: nn.Module, optimizer: Any) -> Iterator[tuple[float, float]]:
     """Run the loop of accelerate's documentation: accumulation, clipping, a scheduler."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -258,9 +255,6 @@ def test_clipping_within_a_closure(drive: Path) -> None:
             with torch.no_grad():
                 ours = optimizer.step(partial(closure, model, optimizer))
                 assert ours == usual.step(partial(closure, reference, usual))
-
-
-# -- modules -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -317,9 +311,6 @@ def test_sparse_gradients_are_refused(drive: Path) -> None:
         beside(torch.arange(4)).sum().backward()
         with pytest.raises(ot.UserError, match=r"shape \(16, 16\) got a sparse gradient.*sparse=False"):
             optimizer.step()
-
-
-# -- keywords ----------------------------------------------------------------------------------------------------------
 
 
 def test_each_key_of_the_model_and_its_placement_is_a_keyword_or_refused_with_advice() -> None:

@@ -343,9 +343,6 @@ def test_changes_that_would_be_lost_are_refused(drive: Path) -> None:
             refused()
 
 
-# -- steps -----------------------------------------------------------------------------------------------------------
-
-
 def test_another_default_dtype_is_refused_before_it_rounds_an_update(drive: Path) -> None:
     torch.manual_seed(1)
     model, refused = Tower(), "set_default_dtype.*bfloat16.* set it to torch.float32"
@@ -488,12 +485,8 @@ def test_unsupported_activations_are_refused(folder: Path, drive: Path) -> None:
         ot.offload(torch.nn.Linear(3, 3), offload_activations=True, say=lambda _: None)
 
 
-# -- plans -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
+def test_errors_name_the_callers_keywords() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"dtpye": "fp32"}, "dtpye='fp32': a session has no such key; did you mean dtype?"),
         ({"lr": 1e-3}, "give it to session.adamw"),
         ({"freeze": ["."]}, r"freeze=\['\.'\]: call requires_grad_\(False\)"),
@@ -504,12 +497,11 @@ def test_unsupported_activations_are_refused(folder: Path, drive: Path) -> None:
         ({"overlap": "backward"}, r"overlap='backward': .* use overlap='forward'"),
         ({"blocks": ["flors"]}, "no submodule of that name; it has table, floors"),
         ({"micro_batch_size": 10**9}, r"this does not fit: .* \(force=True runs it anyway\)"),
-    ],
-)
-def test_errors_name_the_callers_keywords(keys: dict[str, Any], words: str) -> None:
-    with pytest.raises(ot.UserError, match=words) as refused:
-        ot.offload(Tower(), say=lambda line: None, **keys)
-    assert "--" not in str(refused.value)
+    ]
+    for keys, words in cases:
+        with pytest.raises(ot.UserError, match=words) as refused:
+            ot.offload(Tower(), say=lambda line: None, **keys)
+        assert "--" not in str(refused.value)
 
 
 def test_keywords_take_several_names_and_blocks_are_found() -> None:

@@ -35,18 +35,15 @@ from offload_trainer.settings import load_config
 from offload_trainer.storage.manifest import MANIFEST
 
 
-@pytest.mark.parametrize(
-    ("codes", "first"),
-    [
+def test_the_first_failed_rank_is_reported() -> None:
+    for codes, first in (
         ([LOST, 2], (1, 2)),  # rank 0 ended first, but only because of rank 1
         ([LOST, -signal.SIGKILL], (1, -signal.SIGKILL)),
         ([-signal.SIGTERM, LOST, 1], (2, 1)),
         ([1, 1], (0, 1)),
         ([-signal.SIGTERM, -signal.SIGTERM], (0, -signal.SIGTERM)),
-    ],
-)
-def test_the_first_failed_rank_is_reported(codes: list[int], first: tuple[int, int]) -> None:
-    assert first_failure(dict(enumerate(codes))) == first
+    ):
+        assert first_failure(dict(enumerate(codes))) == first
 
 
 def test_a_launcher_that_was_stopped_beyond_its_timeout_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

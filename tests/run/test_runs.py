@@ -31,8 +31,6 @@ from offload_trainer.settings import load_config
 from offload_trainer.storage.manifest import MANIFEST
 
 STEPS = ["--steps", 20, "train.eval_every=0", "--lr", "1e-3"]
-SAVED = ["--save-every", 6, "save.keep=9"]
-
 _STOCK = ["--engine", "deepspeed"]
 PLACEMENTS = {
     "plain": ["--params", "gpu", "--optimizer", "gpu"],  # made by torch alone (plain_engine.py)
@@ -43,13 +41,11 @@ PLACEMENTS = {
     "zero-3 nvme weights": [*_STOCK, "--params", "nvme", "--optimizer", "cpu"],
     "zero-3 nvme": [*_STOCK, "--params", "nvme", "--optimizer", "nvme"],
 }
-STOCK = [name for name in PLACEMENTS if name.startswith("zero")]
-RESUMABLE = [name for name in PLACEMENTS if name != "zero-3 nvme"]  # whose moments stock DeepSpeed loses
-STOCK_KERNELS = [pytest.mark.slow, pytest.mark.ops]
 
 
 def words(name: str, drive: Path) -> list:
-    saves = SAVED if name in RESUMABLE else ["--save-every", 0]
+    # Stock DeepSpeed loses the moments of the last one.
+    saves = ["--save-every", 0] if name == "zero-3 nvme" else ["--save-every", 6, "save.keep=9"]
     return ["--nvme", drive, *TINY, *STEPS, *PLACEMENTS[name], *saves]
 
 
@@ -85,7 +81,7 @@ def test_the_tiered_engine_has_the_bits_of_plain_torch(name: str, finished) -> N
 
 @pytest.mark.slow
 @pytest.mark.ops
-@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize("name", [name for name in PLACEMENTS if name.startswith("zero")])
 def test_every_placement_follows_plain_torch(name: str, finished) -> None:
     ours, plain = finished(name), finished("plain")
     assert len(ours.losses) == len(plain.losses) == 20
@@ -111,7 +107,12 @@ def test_nvme_is_really_used(finished) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["tiered", *(pytest.param(name, marks=STOCK_KERNELS) for name in ("zero-2 cpu", "zero-3 nvme weights"))]
+    "name",
+    [
+        "tiered",
+        pytest.param("zero-2 cpu", marks=[pytest.mark.slow, pytest.mark.ops]),
+        pytest.param("zero-3 nvme weights", marks=[pytest.mark.slow, pytest.mark.ops]),
+    ],
 )
 def test_kill_9_and_resume_bit_for_bit(name: str, finished, drive: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
@@ -220,9 +221,6 @@ def test_damaged_files_are_refused(finished, drive: Path, tmp_path: Path, capsys
     assert_same_run(run, finished("plain"))
 
 
-# -- several ranks ---------------------------------------------------------------------------------------------------
-
-
 def test_two_ranks_of_the_tiered_engine_have_the_bits_of_one(drive: Path, tmp_path: Path) -> None:
     away = ["--params", "nvme", "placement.gradients=nvme", "tiered.overlap=forward"]
     both = ["--nvme", drive, *TINY, "--ram-fraction", "0.5", "model.overrides.resid_pdrop=0.5", "--steps", 3]
@@ -232,9 +230,6 @@ def test_two_ranks_of_the_tiered_engine_have_the_bits_of_one(drive: Path, tmp_pa
     assert (two.code, other.code) == (0, 0), two.text
     assert_same_run(two, one)
     assert not any(drive.glob("*/run-*"))
-
-
-# -- what else a run must do -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -193,17 +193,16 @@ def test_a_file_that_a_run_would_replace_is_the_users_own(name: str, tmp_path: P
         refuse_strangers(tmp_path)  # files next to the mark belong to a run
 
 
-@pytest.mark.parametrize(
-    "make", [lambda p: p.symlink_to("elsewhere"), os.mkfifo, Path.mkdir], ids=["link", "fifo", "dir"]
-)
-def test_links_and_directories_in_place_of_files_are_refused(make: Callable[[Path], Any], tmp_path: Path) -> None:
-    refuse_strangers(tmp_path / "nowhere")
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "checkpoints").mkdir()
-    refuse_strangers(tmp_path)  # other files are left alone
-    make(tmp_path / "log.txt")
-    with pytest.raises(UserError, match=r"log\.txt is a link, a directory or no regular file"):
-        refuse_strangers(tmp_path)
+def test_links_and_directories_in_place_of_files_are_refused(tmp_path: Path) -> None:
+    for number, make in enumerate((lambda path: path.symlink_to("elsewhere"), os.mkfifo, Path.mkdir)):
+        here = tmp_path / str(number)
+        refuse_strangers(here)
+        (here / "checkpoints").mkdir(parents=True)
+        (here / "notes.txt").write_text("mine")
+        refuse_strangers(here)  # other files are left alone
+        make(here / "log.txt")
+        with pytest.raises(UserError, match=r"log\.txt is a link, a directory or no regular file"):
+            refuse_strangers(here)
 
 
 @pytest.mark.slow

@@ -108,21 +108,18 @@ def test_the_layer_that_a_cpu_times_is_small_whatever_the_model() -> None:
     assert 4 * of_cpu.tokens**2 * of_cpu.width <= 5e9
 
 
-@pytest.mark.parametrize(
-    ("threads", "ram", "elements"), [(1, 10**12, 8 << 20), (64, 10**12, 64 << 20), (64, 2**31, 32 << 20)]
-)
 def test_memory_is_timed_on_arrays_beyond_the_caches_that_leave_room(
-    threads: int, ram: int, elements: int, cache: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each element takes up to 16 bytes, and 2 GiB are a container's limit, in which a model may be already."""
     due, timing = planned(drive, tmp_path / "run", *MANY), MagicMock(side_effect=TrainerError("not timed"))
-    due = replace(due, machine=replace(due.machine, ram_bytes=ram))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(bench, "bench_machine", timing)
-    machine_rates.rates_at_start(due, say=lambda _: None)
-    budget = timing.call_args.kwargs["budget"]
-    assert budget.memory_elements == elements
-    assert budget.update_elements == max(elements, 2 * due.config.tiered.page_size)
+    for threads, ram, elements in ((1, 10**12, 8 << 20), (64, 10**12, 64 << 20), (64, 2**31, 32 << 20)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        machine_rates.rates_at_start(replace(due, machine=replace(due.machine, ram_bytes=ram)), say=lambda _: None)
+        budget = timing.call_args.kwargs["budget"]
+        assert budget.memory_elements == elements
+        assert budget.update_elements == max(elements, 2 * due.config.tiered.page_size)
 
 
 def session(drive: Path, told: list[str], **keys: object) -> Plan:

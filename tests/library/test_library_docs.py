@@ -159,9 +159,6 @@ def test_block(title: str, drive: Path, tmp_path: Path, monkeypatch: pytest.Monk
             assert changed(AutoModelForCausalLM, str(folder), f"out/{saved}")
 
 
-# -- docs/notebook.ipynb -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's")
 def test_the_notebook_runs_and_trains_as_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses are AdamW's bit for bit, also after a resume; the notebook has no outputs, which would be outdated."""

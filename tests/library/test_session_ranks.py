@@ -173,7 +173,7 @@ def test_resumed(trained: Path) -> None:
     assert_same(weights(again / "final"), weights(whole / "final"))
 
 
-def test_a_loop(folder: Path, trained: Path) -> None:
+def test_a_loop_and_what_it_refuses(folder: Path, trained: Path) -> None:
     """A loop with accumulation, saved and resumed, has the bits of plain torch that adds gradients in rank order."""
     found = [json.loads((trained / f"loop/told-{rank}.json").read_text()) for rank in range(2)]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
@@ -195,11 +195,7 @@ def test_a_loop(folder: Path, trained: Path) -> None:
     for told in found:
         assert told[STEPS:] == told[3:STEPS]  # resumed
     assert_same(weights(trained / "loop/final"), dict(model.state_dict()))
-
-
-def test_settings_that_ranks_lack_are_refused(trained: Path) -> None:
-    """Torch's own clipping, which reads gradients, and a backward outside micro_batch are refused on both ranks."""
-    for rank in range(2):
+    for rank in range(2):  # refused: torch's own clipping, which reads gradients, and a backward outside micro_batch
         clipping, outside = json.loads((trained / f"loop/refused-{rank}.json").read_text())
         assert "2 ranks" in clipping
         assert "micro_batch(last=True)" in outside

@@ -130,9 +130,8 @@ def test_reward_model(folder: Path, drive: Path, tmp_path: Path) -> None:
     tokens = chat_tokenizer()("What follows one?", return_tensors="pt").input_ids
     with torch.no_grad():
         assert torch.equal(read("final").eval()(tokens).logits, stock.model.eval()(tokens).logits)
-    with offload(
-        read("model"), micro_batch_size=2, **keys, **HOMES["drive"]
-    ) as session:  # an example is a pair of rows
+    # An example is a pair of rows.
+    with offload(read("model"), micro_batch_size=2, **keys, **HOMES["drive"]) as session:
         model = attach(session)
         with pytest.raises(UserError, match=r"4 rows in a micro-batch, and the plan counts 2"):
             trainer_of("Reward", model, tmp_path, ours=True)

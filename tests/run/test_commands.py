@@ -49,7 +49,6 @@ from offload_trainer.telemetry.metrics import EvalRecord
 ROOT = Path(__file__).resolve().parents[2]
 # Configurations; other tests run copies of the scripts and of the batch file.
 NAMES = [recipe.name for recipe in recipes() if recipe.run.startswith(f"offload-train configs/{recipe.file}")]
-ALL = sorted([*NAMES, "dpo", "qlora", "slurm"])
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +65,9 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert cli.main(["ls"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert [line.split()[0] for line in lines if line and line[0] not in " `"] == ALL
+    assert [line.split()[0] for line in lines if line and line[0] not in " `"] == sorted(
+        [*NAMES, "dpo", "qlora", "slurm"]
+    )
     told = " ".join(" ".join(lines).split())
     for path in (ROOT / "configs").iterdir():
         heads = [line for line in path.read_text().splitlines() if line.startswith("# memory: ")]

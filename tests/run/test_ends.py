@@ -21,7 +21,6 @@ pytestmark = pytest.mark.slow
 SMALL = ["model.overrides.n_layer=1", "model.overrides.n_embd=32", "model.overrides.n_head=2", "--seq-len", 16]
 SMALL += ["--micro-batch", 1, "placement.threads=1"]
 SAVING = [*SMALL, "--steps", 6, "--save-every", 2, "save.keep=1", "train.eval_every=3", "train.eval_rows=1"]
-ON_DRIVE = ["--optimizer", "nvme", "--ram-fraction", "0.5", "tiered.page_size=16384"]
 NEVER = [*SMALL, "--steps", 5, "--save-every", 0, "train.eval_every=0"]
 
 
@@ -45,9 +44,10 @@ NEVER = [*SMALL, "--steps", 5, "--save-every", 0, "train.eval_every=0"]
 )
 def test_signals_in_each_phase(fault: str, code: int, outcome: str, drive: Path, tmp_path: Path) -> None:
     """Exit code and what is saved are those of docs/faults.md; nothing is left over, and log.txt has the reason."""
-    words = NEVER if fault.endswith("export") else SAVING
+    words = [*(NEVER if fault.endswith("export") else SAVING), "--nvme", drive, "--optimizer", "nvme"]
+    words += ["--ram-fraction", "0.5", "tiered.page_size=16384"]
     own_cache = {"OFFLOAD_TRAINER_CACHE": str(tmp_path / "cache")} if "compile" in fault else {}
-    run = faulty(fault, *words, *ON_DRIVE, "--nvme", drive, output=tmp_path / "out", **own_cache)
+    run = faulty(fault, *words, output=tmp_path / "out", **own_cache)
     assert run.code == code, run.text
     assert "Traceback" not in run.text, run.text
     checkpoints = complete_checkpoints(run.output / "checkpoints")

@@ -40,13 +40,7 @@ from offload_trainer.telemetry.metrics import (
     read_evaluations,
     read_metrics,
 )
-from offload_trainer.telemetry.report import (
-    RELOAD,
-    Series,
-    comparison_page,
-    predicted_row,
-    report_page,
-)
+from offload_trainer.telemetry.report import RELOAD, Series, comparison_page, predicted_row, report_page
 from offload_trainer.telemetry.sinks import JsonLines, Screen, Started, Telemetry, Trackers, refuse_missing
 from offload_trainer.units import format_bytes, format_seconds
 
@@ -76,9 +70,6 @@ def a_step(step: int = 1, **changes) -> StepRecord:
         skipped=False,
     )
     return replace(record, **changes)
-
-
-# --- meters ---
 
 
 def test_phases_wait_for_the_device_at_both_edges_and_add_up_over_micro_batches(monkeypatch):
@@ -182,9 +173,6 @@ def test_a_line_has_the_contract_s_keys_in_order_and_comes_back():
     found = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} in JSON"))
     assert (found["loss"], found["grad_norm"], found["phases"]["forward"]) == (None, None, None)
     assert parsed(a_step(loss=math.inf).to_json(), StepRecord).loss is None
-
-
-# --- sinks ---
 
 
 def test_a_full_drive_is_reported(tmp_path, monkeypatch):

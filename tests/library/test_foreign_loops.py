@@ -47,9 +47,6 @@ def backward(model: nn.Module, batch: Any) -> None:
     loss_of(model, batch).backward()
 
 
-# -- clipping ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("way", "home"), [("session's", "in RAM"), ("session's", "on the drive"), ("torch's", "resident")]
 )
@@ -80,9 +77,6 @@ def test_a_norm_that_is_not_finite(drive: Path) -> None:
         assert session.clip_grad_norm_(1.0).isnan()  # infinity times 0, which is NaN in torch too
         with pytest.raises(ot.NonFiniteGradient, match="zero_grad"):
             optimizer.step()
-
-
-# -- gradients through .grad -------------------------------------------------------------------------------------------
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -164,9 +158,6 @@ def test_a_gradient_of_an_earlier_step_cannot_be_read(drive: Path) -> None:
         with pytest.raises(ot.UserError, match=r"gradient of head\.weight was used up"):
             held.sum()
         assert type(kept) is torch.Tensor
-
-
-# -- the optimizer's state ---------------------------------------------------------------------------------------------
 
 
 def test_a_state_dict_without_moments_is_refused(drive: Path, tmp_path: Path) -> None:

@@ -273,9 +273,6 @@ def test_the_command_trains_on_text_alone(models: Callable[[str], Any], drive: P
     assert "line 1: message 1 holds something other than text: this command trains on text alone" in refused.text
 
 
-# -- what a plan counts -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_images_are_counted(models: Callable[[str], Any], drive: Path) -> None:
     """More patches need more memory, a trained tower more than a frozen one, and the plan says how many are counted."""

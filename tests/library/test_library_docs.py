@@ -118,7 +118,7 @@ def test_the_readmes_code(code: str, here: Path) -> None:
     assert names["optimizer"].param_groups[0]["lr"] == 1e-5
 
 
-# -- docs/integrations.md ----------------------------------------------------------------------------------------------
+# -- docs/integrations.md and docs/notebook.ipynb ----------------------------------------------------------------------
 
 PAGE = (DOCS / "integrations.md").read_text()
 BLOCKS = dict(re.findall(r"^## (.+?)\n.*?^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))

@@ -231,9 +231,6 @@ def test_other_trained_parameters_are_counted(folder: Path, drive: Path, tmp_pat
             session.export(tmp_path / "out")
 
 
-# -- the Trainer -------------------------------------------------------------------------------------------------------
-
-
 SAVED: dict[str, dict[str, Any]] = {  # each is saved, loaded by PEFT, and resumed by the Trainer
     "DoRA": {"use_dora": True},
     "tokens": {"trainable_token_indices": {"embed_tokens": [1, 5, 7]}},

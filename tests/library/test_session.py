@@ -343,6 +343,9 @@ def test_changes_that_would_be_lost_are_refused(drive: Path) -> None:
             refused()
 
 
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
 def test_another_default_dtype_is_refused_before_it_rounds_an_update(drive: Path) -> None:
     torch.manual_seed(1)
     model, refused = Tower(), "set_default_dtype.*bfloat16.* set it to torch.float32"
@@ -483,6 +486,9 @@ def test_unsupported_activations_are_refused(folder: Path, drive: Path) -> None:
             session.model.base_model(ids)
     with pytest.raises(ot.UserError, match="needs checkpointed activations"):
         ot.offload(torch.nn.Linear(3, 3), offload_activations=True, say=lambda _: None)
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
 
 
 def test_errors_name_the_callers_keywords() -> None:

@@ -283,7 +283,6 @@ def test_unreadable_checkpoints_are_refused(copied: tuple[Path, list[str]], tmp_
 
 
 def test_a_loss_scale_is_the_scalers(copied: tuple[Path, list[str]], tmp_path: Path) -> None:
-    """A run in fp16 goes on with the scale, the window, and the good steps in it, that torch's scaler has."""
     folder, words = copied
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=5)
     scaler.scale(torch.ones(1))  # makes the counters that an untouched scaler does not have

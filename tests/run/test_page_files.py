@@ -278,6 +278,9 @@ def test_an_older_checkpoint_and_never_discard_page_files(drive: Path, tmp_path:
     assert not list((drive / "offload-trainer").iterdir())
 
 
+# -- ends, settings, and what else looks at page files -----------------------------------------------------------------
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["end", "dropped"])
 def test_killed_after_its_end_nothing_stays_on_the_drive(moment: str, drive: Path, tmp_path: Path) -> None:

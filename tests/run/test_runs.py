@@ -41,6 +41,7 @@ PLACEMENTS = {
     "zero-3 nvme weights": [*_STOCK, "--params", "nvme", "--optimizer", "cpu"],
     "zero-3 nvme": [*_STOCK, "--params", "nvme", "--optimizer", "nvme"],
 }
+STOCK_KERNELS = [pytest.mark.slow, pytest.mark.ops]
 
 
 def words(name: str, drive: Path) -> list:
@@ -107,12 +108,7 @@ def test_nvme_is_really_used(finished) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "tiered",
-        pytest.param("zero-2 cpu", marks=[pytest.mark.slow, pytest.mark.ops]),
-        pytest.param("zero-3 nvme weights", marks=[pytest.mark.slow, pytest.mark.ops]),
-    ],
+    "name", ["tiered", *(pytest.param(name, marks=STOCK_KERNELS) for name in ("zero-2 cpu", "zero-3 nvme weights"))]
 )
 def test_kill_9_and_resume_bit_for_bit(name: str, finished, drive: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
@@ -221,6 +217,9 @@ def test_damaged_files_are_refused(finished, drive: Path, tmp_path: Path, capsys
     assert_same_run(run, finished("plain"))
 
 
+# -- what else a run must do -------------------------------------------------------------------------------------------
+
+
 def test_two_ranks_of_the_tiered_engine_have_the_bits_of_one(drive: Path, tmp_path: Path) -> None:
     away = ["--params", "nvme", "placement.gradients=nvme", "tiered.overlap=forward"]
     both = ["--nvme", drive, *TINY, "--ram-fraction", "0.5", "model.overrides.resid_pdrop=0.5", "--steps", 3]
@@ -281,8 +280,7 @@ def test_epochs_make_the_steps_that_visit_the_rows(tmp_path: Path) -> None:
     assert f"epochs: 1.5 of {rows} rows, 6 rows a step: {steps} steps" in run.text
     kept = yaml.safe_load((run.output / "config.yaml").read_text())["train"]
     assert (kept["steps"], kept["epochs"]) == (steps, "auto")
-    same = call(*words, "--steps", steps, output=tmp_path / "steps")
-    assert_same_run(run, same)
+    assert_same_run(run, call(*words, "--steps", steps, output=tmp_path / "steps"))
     more = call(*words, "--accumulate", "3", "--epochs", "2", output=run.output)
     assert len(more.steps) == steps + math.ceil((2 * rows - 6 * steps) / 9)
     assert 2 * rows <= position(more) < 2 * rows + 9

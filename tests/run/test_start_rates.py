@@ -122,23 +122,17 @@ def test_memory_is_timed_on_arrays_beyond_the_caches_that_leave_room(
         assert budget.update_elements == max(elements, 2 * due.config.tiered.page_size)
 
 
-def session(drive: Path, told: list[str], **keys: object) -> Plan:
-    """Open and close a session whose state is on the drive; return its plan. It leaves torch's generator alone."""
-    block = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-    before = torch.get_rng_state()
-    facts = {"nvme": [str(drive)], "optimizer": "nvme", "ram_fraction": 0, "seq_len": 32, "kernel": "torch", **keys}
-    with ot.offload(block, say=told.append, **facts) as opened:  # type: ignore[arg-type]
-        plan: Plan = opened.plan
-    assert torch.equal(torch.get_rng_state(), before)
-    return plan
-
-
 @pytest.mark.slow
 def test_a_session_measures_if_ten_steps_move_enough(cache: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def told(worth: int) -> list[str]:
+        """Open and close a session whose state is on the drive, which leaves torch's generator alone."""
         monkeypatch.setattr(machine_rates, "_WORTH_BYTES", worth)
-        lines = list[str]()
-        plans.append(session(drive, lines))
+        block = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        lines, before = list[str](), torch.get_rng_state()
+        facts: dict[str, Any] = {"nvme": [str(drive)], "optimizer": "nvme", "ram_fraction": 0, "seq_len": 32}
+        with ot.offload(block, say=lines.append, kernel="torch", **facts) as opened:
+            plans.append(opened.plan)
+        assert torch.equal(torch.get_rng_state(), before)
         return [line for line in lines if line.startswith(("measured", "plan:"))]
 
     plans = list[Plan]()

@@ -225,7 +225,7 @@ def test_telemetry_writes_both_files_and_resumes(tmp_path):
     assert [e.step for e in read_evaluations(tmp_path / "evaluations.jsonl")] == [4]
 
 
-# --- screen ---
+# -- screen and medians ------------------------------------------------------------------------------------------------
 
 
 def test_a_line_each_twentieth_each_minute_and_the_last(monkeypatch):
@@ -280,7 +280,7 @@ def test_medians_leave_out_the_first_two_steps_of_more_than_four():
     assert median_speed(rows) * 3.55 == pytest.approx(512)
 
 
-# -- trackers --------------------------------------------------------------------------------------------------------
+# -- trackers ----------------------------------------------------------------------------------------------------------
 
 
 CONFIG = {"train.steps": 4, "data.path": ["a", "b"]}
@@ -416,7 +416,7 @@ def test_a_run_reports_each_step(tmp_path: Path) -> None:
     assert len(told) == 3
 
 
-# -- the page --------------------------------------------------------------------------------------------------------
+# -- the page ----------------------------------------------------------------------------------------------------------
 
 
 def full_step(step: int) -> StepRecord:
@@ -491,7 +491,7 @@ def test_memory_is_drawn_by_tier() -> None:
     assert len({*most}) == len({*drives}) == 1
 
 
-# -- while a run goes on ---------------------------------------------------------------------------------------------
+# -- while a run goes on -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -590,6 +590,9 @@ def test_a_page_that_cannot_be_written_does_not_end_the_run(clock: SimpleNamespa
     outputs.close()
 
 
+# -- `offload-train report RUN...`: the differences of runs and their effects ------------------------------------------
+
+
 def test_runs_have_different_lines_and_their_names_below() -> None:
     names = [f"run-{number}-{'x' * number}" for number in range(20)]
     losses = [Series(name, [(1.0, 4.0), (100.0, 2.0 + number % 3 / 1000)]) for number, name in enumerate(names)]
@@ -599,9 +602,6 @@ def test_runs_have_different_lines_and_their_names_below() -> None:
     assert [name for _, name in drawn] == names
     assert len({colour for colour, _ in drawn}) == len(names)
     assert re.findall(r'<span style="color: ([^"]*)">(.*?)</span>', page) == drawn
-
-
-# -- `offload-train report RUN...`: the differences of runs and their effects ------------------------------------------
 
 
 def a_run(directory: Path, *words: str, steps: int = 6, **row: Any) -> Path:

@@ -13,10 +13,10 @@ from transformers.models.llama import modeling_llama
 from offload_trainer.data.rows import IGNORED, RowReader
 from offload_trainer.data.tokenfile import TokenFile, write_tokens
 from offload_trainer.errors import UserError
+from offload_trainer.model import tiny_model
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.model.loss import CausalLoss
-from offload_trainer.model.probes import rows
-from offload_trainer.model.probes.rows import refuse_crossing
+from offload_trainer.model.tiny_model import refuse_crossing
 from offload_trainer.settings import load_config
 
 REFUSED = ("opt, whose head calls a part of the body", "falcon-h1, whose head reads a scale of the body")
@@ -98,7 +98,7 @@ def test_a_probe_that_lacks_a_part_of_the_model_is_inconclusive(monkeypatch: pyt
         refuse_crossing(model)
     del model.extra
     for found in ((float("nan"), 1.0), (0.0, 0.0)):  # the second could not fail, as it did not exercise attention
-        monkeypatch.setattr(rows, "_compare_documents", lambda tiny, found=found: found)
+        monkeypatch.setattr(tiny_model, "_compare_documents", lambda tiny, found=found: found)
         with pytest.raises(UserError, match="computes something else"):
             refuse_crossing(model)
 

@@ -10,15 +10,10 @@ from typing import Any
 
 import pytest
 import tiny_models
-import torch
 from every_architecture import RAM, Result, Subject, Trained, examine, in_a_child, ours
 from seen_calls import run_before
-from small_architectures import ARCHITECTURES
-from transformers import LlamaConfig
 
 from offload_trainer.errors import UserError
-from offload_trainer.model.activations import count_activations
-from offload_trainer.model.init_weights import meta_model
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.plan.shape import ModelShape, Order, Weight
 from offload_trainer.plan.tiered import footprint, layout
@@ -111,15 +106,6 @@ def test_registered_order_where_a_tower_is_would_show(tmp_path: Path, monkeypatc
 
 
 # -- the order alone ---------------------------------------------------------------------------------------------------
-
-
-def test_blocks_that_were_not_run_are_inserted_in_order() -> None:
-    """Only three blocks of each kind are run; the order of the others is inferred."""
-    layers = [f"model.layers.{number}" for number in range(7)]
-    config = LlamaConfig(**ARCHITECTURES["llama, untied"].to_diff_dict() | {"num_hidden_layers": 7})
-    order = count_activations(meta_model(config), layers, dtype=torch.float32).order
-    assert order.forward == ("model.embed_tokens", *layers, "model.norm", "lm_head")
-    assert order.backward == ("lm_head", "model.norm", *layers[::-1])
 
 
 def shape_of() -> ModelShape:

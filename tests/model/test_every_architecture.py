@@ -104,6 +104,10 @@ def test_the_plan_names_what_a_model_lacks_unless_it_is_asked_for(tmp_path: Path
     assert (asked.notes, asked.on_gpu) == ((), shape.on_gpu)
     whole = "loss: with the logits of all tokens at once, since ProphetNet"
     assert any(note.startswith(whole) for note in source_of("ProphetNet", tmp_path / "b").shape.notes)
+    large = source_of("JetMoe", tmp_path / "c", vocab_size=4_000_000, tie_word_embeddings=True).shape
+    assert large.parameters > 100_000_000  # from which `auto` checkpoints blocks, if transformers supports it
+    assert not checkpointed_blocks(ModelSection(), large)
+    assert any(note.startswith("gradient checkpointing: off whatever its size") for note in large.notes)
 
 
 def test_unsupported_models_are_refused_by_name(tmp_path: Path) -> None:
@@ -118,14 +122,6 @@ def test_unsupported_models_are_refused_by_name(tmp_path: Path) -> None:
     source = source_of("Mixtral", tmp_path / "d", section={"activation_checkpointing": "on"}, output_router_logits=True)
     with pytest.raises(UserError, match=r"the routers' loss .* gets no gradient through the reentrant checkpointing"):
         source.build(dtype=torch.float32, reentrant=True)
-
-
-def test_large_models_without_checkpointing_train_without(tmp_path: Path) -> None:
-    """`auto` enables checkpointing from 100 M parameters, if transformers supports it."""
-    shape = source_of("JetMoe", tmp_path, vocab_size=4_000_000, tie_word_embeddings=True).shape
-    assert shape.parameters > 100_000_000
-    assert not checkpointed_blocks(ModelSection(), shape)
-    assert any(note.startswith("gradient checkpointing: off whatever its size") for note in shape.notes)
 
 
 def test_weights_that_are_read_without_a_module_call_are_new_in_a_forward_that_an_update_overlaps(
@@ -205,9 +201,7 @@ OTHERWISE = {
 def fetched(
     subject: every_architecture.Subject, *words: str
 ) -> tuple[every_architecture.Trained, list[tuple[str, int, int]]]:
-    """Train the subject with its weights in RAM; return also how often a step after the first fetched each offloaded
-    unit, and how often the plan says that it does.
-    """
+    """Train the subject with its weights in RAM; return also offloaded units' fetches in a step, and the plan's."""
     counts: list[Counter[int]] = [Counter(), Counter()]  # before the first step; also of a model that streams nothing
 
     def look(made: Any) -> None:

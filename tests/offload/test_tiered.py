@@ -317,8 +317,6 @@ def test_an_evaluation_is_plain_torchs_and_draws_no_dropout(build: Build) -> Non
     assert found == [[found[0][0]] * 2] * 2
 
 
-# -- pages with two copies on a drive ----------------------------------------------------------------------------------
-
 COPIES = ["--optimizer", "nvme", "tiered.state_copies=2"]
 
 
@@ -405,8 +403,6 @@ def test_the_next_update_waits_for_no_save(build: Build, tmp_path: Path) -> None
         snapshot.write(tmp_path / "saved")
         assert_same(masters(ours), plain(build.model, 2)[1])
 
-
-# -- prefetches: each transfer starts before its unit is needed --------------------------------------------------------
 
 DEPTH, BREADTH = (f"tiered.micro_batch_order={order}_first" for order in ("depth", "breadth"))
 TWO = "model.activation_checkpointing=2"

@@ -173,9 +173,6 @@ def test_masters_of_a_dead_run_are_read_by_its_manifest(models: dict[str, Path],
                 stored_masters(index.parent)
 
 
-# -- layout ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("ranks", "largest"), [(1, 20_000), (2, ALIGN), (3, 1 << 20), (7, 20_000)])
 def test_no_page_and_no_range_of_a_rank_cuts_a_matrix(ranks: int, largest: int) -> None:
     """Of three blocks and an embedding."""
@@ -219,9 +216,6 @@ def test_only_matrices_of_blocks_are_updated_as_such() -> None:
         assert Weight(**{"name": "h.0.w", "unit": "h.0", "block": True, **keys}).matrix == expected
 
 
-# -- arithmetic ------------------------------------------------------------------------------------------------------
-
-
 def test_the_native_arithmetic_is_compared_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = NativeKernel()
     assert MatrixKernel(kernel, gpu=None)._arithmetic is kernel
@@ -248,9 +242,6 @@ def test_the_number_of_threads_changes_no_bit(shape: tuple[int, int]) -> None:
     singular = torch.linalg.svdvals(results[0].float())
     assert singular.min() > 0.3
     assert singular.max() < 1.4
-
-
-# -- for users -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

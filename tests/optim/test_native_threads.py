@@ -1,6 +1,4 @@
-"""Tests of the native kernel's threads: their number is fixed, and they survive forks, several callers and process
-exit.
-"""
+"""Tests of the native kernel's threads: a fixed number, which survives forks, several callers and process exit."""
 
 import os
 import re
@@ -114,16 +112,12 @@ def test_threads_persist_and_block_signals() -> None:
 
 
 def test_no_more_threads_can_be_created_and_the_process_ends_while_they_work() -> None:
-    """A fork would reuse the stacks of threads that its parent had.
-
-    One thread draws the pages: the first exponential of a process is off by 1e-4 on some of MKL's threads, if several
-    begin it at the same time.
-    """
+    """A fork would reuse the stacks of threads that its parent had, so this is a new process."""
     code = f"""
 import os, resource, sys, threading
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(HELPERS)!r}]
 from test_native_threads import NativeKernel, Page, tasks, torch
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # if MKL's threads begin a process's first exponential together, some are off by 1e-4
 kernel, page, other, before = NativeKernel(), Page(), Page(), tasks()
 torch.set_num_threads(3)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the library on first use, so that `plan` and `--help` do not load torch."""
+    """Import the library on first use, so that `--help` and mistakes do not load torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     places = {"load": "session.api", "offload": "session.api", "Session": "session.session"}

@@ -386,7 +386,7 @@ COMMANDS = {
                 "NAME|FILE.json",
                 "plan for another machine: a known one, such as v100-32gb, or a file that `bench --json` printed",
             ),
-            "--explain": _switch("show every item, phase, update schedule and rejected placement"),
+            "--explain": _switch("show every item, phase, and rejected placement or schedule"),
             "--nodes": _value("K", "plan for K machines with --gpus ranks each", type=_NODES),
             "--parallel": _switch("compare ways to parallelise a step over the ranks: ZeRO, tensor, pipeline"),
         },

@@ -12,7 +12,7 @@ training  Three fp32 steps train the model in three ways: transformers' module w
           norms must agree within a relative 1e-4, or as closely as the reference's own norms do after its initial
           weights are moved by one rounding. The same holds with the router loss, where transformers has one. Both
           placements must have the same bits.
-packing   The model must keep packed documents of a row apart (offload_trainer/model/probes/rows.py).
+packing   The model must keep packed documents of a row apart (offload_trainer/model/tiny_model.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from offload_trainer.data.rows import Batch
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.init_weights import initial_weights
-from offload_trainer.model.probes.rows import refuse_crossing
+from offload_trainer.model.tiny_model import refuse_crossing
 from offload_trainer.storage.owned_dirs import scratch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests/helpers"))

@@ -1,6 +1,6 @@
 """Tiny configurations of every causal language model in transformers, made by shrinking its defaults.
 
-`offload_trainer.model.probes.tiny_model` has the rules. This module has the exceptions, for classes whose shrunk
+`offload_trainer.model.tiny_model` has the rules. This module has the exceptions, for classes whose shrunk
 defaults give no valid model.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from offload_trainer.model.probes.tiny_model import HEADS, HIDDEN, VOCABULARY, shrunk_keys
+from offload_trainer.model.tiny_model import HEADS, HIDDEN, VOCABULARY, shrunk_keys
 
 __all__ = ["VOCABULARY", "kinds", "tiny_config"]
 

@@ -387,7 +387,7 @@ def checkpoint(folder: Path) -> Files:
     engine = build(drives=[])
     layout = {w.name: {"shape": list(w.shape), "trained": w.trainable} for w in source.shape.weights}
     packages = {"torch": torch.__version__, "bitsandbytes": None}
-    run = {"config": config.model_dump(mode="json"), "random": True, "environment": {"packages": packages}}
+    run = {"config": config.model_dump(mode="json"), "environment": {"packages": packages}}
     identity = {"seed": 0, "text": None, "tokens": 99}
     record = RunRecord(identity=identity, layout=layout, run=run, model=folder / "model")
     root = folder / "checkpoints"

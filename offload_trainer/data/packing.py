@@ -161,9 +161,6 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-# -- conversations in rows ---------------------------------------------------------------------------------------------
-
-
 class RowEncoder:
     """Encodes conversations as uint32 rows, marked as described above, for a token file and for a stream.
 

@@ -34,6 +34,7 @@ def use_fp32_products(dtype: torch.dtype) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that a kernel is replaced, which is intended
             products: dict[str, Callable[..., Any]] = {"mm": partial(_addmm, None), "bmm": _bmm, "addmm": _addmm}
+            products |= {f"{name}.out": function for name, function in products.items()}
             for name, function in {**products, _ATTENTION.__name__: _attention_backward}.items():
                 _library.impl(name, _replacing(name, function), "CPU", with_keyset=True)
     return True
@@ -48,12 +49,14 @@ def _bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _replacing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the replacement of an operator: `function` for 16 bits, else torch's own kernel."""
+    """Return the replacement of an operator or its `out=` form: `function` for 16 bits, else torch's own kernel."""
     of_torch = torch.library.get_kernel(f"aten::{name}", "CPU")
 
-    def replacement(keys: Any, *given: Any, **words: Any) -> Any:
-        own = not all(map(_slow, given[:3]))  # the factors; torch's own kernel refuses mixed dtypes
-        return of_torch.call_boxed(keys, *given, **words) if own else function(*given, **words)
+    def replacement(keys: Any, *given: Any, out: torch.Tensor | None = None, **words: Any) -> Any:
+        if not all(map(_slow, given[:3])):  # the factors; torch's own kernel refuses mixed dtypes
+            return of_torch.call_boxed(keys, *given, **words | ({} if out is None else {"out": out}))
+        found = function(*given, **words)
+        return found if out is None else out.resize_(found.shape).copy_(found)
 
     return replacement
 

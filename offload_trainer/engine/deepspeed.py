@@ -542,9 +542,9 @@ def importing(package: str, *, feature: str) -> Iterator[None]:
     except Exception as error:
         if not is_installed(package):
             raise TrainerError(lacks(feature, package)) from error
-        reason = " ".join(str(error).split())[:300]
+        words = " ".join(str(error).split())[:300]
         raise TrainerError(
-            f"{feature} needs {package}, which is installed but cannot be imported: {reason}; reinstall it: "
+            f"{feature} needs {package}, which is installed but cannot be imported: {words}; reinstall it: "
             f"{to_install(package)} --force-reinstall --no-deps"
         ) from error
 

@@ -21,7 +21,7 @@ from offload_trainer.storage.atomic_io import make_directories, write_text
 from offload_trainer.storage.locks import exclusive_lock
 from offload_trainer.storage.owned_dirs import MODE, cache_directory, open_owned, reason
 
-_METHOD = 3  # raised when the same computation is timed in another way, so that older rates are measured again
+_METHOD = 4  # raised when the same computation is timed in another way, so that older rates are measured again
 _DRIVE_METHOD = 3  # the same for drives
 
 
@@ -44,7 +44,7 @@ def threads_of_all_ranks(machine: MachineProfile) -> int:
 
 def _links_key(machine: MachineProfile) -> str:
     """Return the cache key of link rates, which do not depend on the threads of each rank."""
-    return f"links {machine.cpu}, {machine.gpu}"
+    return f"links {machine.cpu}, {machine.gpu}, method {_METHOD}"
 
 
 def _drive_key(drive: DriveFacts) -> str:

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.loader import checkpoint_blocks
 from offload_trainer.model.loss import CausalLoss, adds_router_loss
-from offload_trainer.model.probes.tiny_model import TrialFailed, random_ids, try_on_tiny_model
+from offload_trainer.model.tiny_model import TrialFailed, random_ids, try_on_tiny_model
 from offload_trainer.offloading.ranks.cuts import Cuts, Like
 
 Saving = Callable[[], AbstractContextManager[Any]]

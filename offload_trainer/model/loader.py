@@ -27,8 +27,8 @@ from offload_trainer.model.images import Patches, auto_class, settle_class, text
 from offload_trainer.model.init_weights import initial_weights, meta_model, parameters_without_memory
 from offload_trainer.model.loss import CausalLoss, adds_router_loss
 from offload_trainer.model.presets import PRESETS, local_directory
-from offload_trainer.model.probes.rows import refuse_crossing
 from offload_trainer.model.shape import block_names, model_shape
+from offload_trainer.model.tiny_model import refuse_crossing
 from offload_trainer.plan.planner import checkpointed_blocks
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.safe_files import one_line, read_back

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -170,9 +171,6 @@ def _group(
     return Group(sources, convert)
 
 
-# -- files ---------------------------------------------------------------------------------------------------------
-
-
 @lenient_record
 class ShardIndex:
     """The content of a model.safetensors.index.json."""
@@ -264,8 +262,7 @@ def opened_weights(directory: Path, model: PreTrainedModel) -> Iterator[OpenedWe
             for other, name in names.items()
             if given[other] != expected[name]
         ]
-        computed = tied_names(model) | dict(model.named_buffers()).keys() - buffers.keys()
-        unused = [key for key in unexpected if {key, f"{model.base_model_prefix}.{key}"}.isdisjoint(computed)]
+        unused = _reported(unexpected, model)
         read = [key for group, each in zip(groups, made, strict=True) for key in group.sources if each.keys() - buffers]
         quantised = [key for key in read if not files[key].entries[key].dtype.is_floating_point]
         if getattr(model.config, "quantization_config", None):
@@ -292,8 +289,8 @@ def opened_weights(directory: Path, model: PreTrainedModel) -> Iterator[OpenedWe
             more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
             listing = ", ".join(shown(key) for key in unused[:_NAMED])
             notes.append(
-                f"weights: {len(unused)} tensors have no place in {type(model).__name__} and are neither read nor "
-                f"exported: {listing}{more}"
+                f"weights: {len(unused)} tensors have no place in {type(model).__name__} and are not read, as in "
+                f"transformers, nor exported: {listing}{more}"
             )
         # A buffer of two modules is saved under one name.
         saved = {name for name, _ in model.named_buffers()} & buffers.keys()
@@ -310,6 +307,18 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
         for leaf, buffer in module._buffers.items()
         if buffer is not None and leaf not in module._non_persistent_buffers_set
     }
+
+
+def _reported(keys: Sequence[str], model: PreTrainedModel) -> list[str]:
+    """Return the keys that transformers' loader would report as unexpected.
+
+    It says nothing of recomputed buffers, other names of tied weights, and leftovers of older versions.
+    """
+    silent = tied_names(model) | {name for name, _ in model.named_buffers()} - persistent_buffers(model).keys()
+    spellings = {key: {key, f"{model.base_model_prefix}.{key}"} for key in keys}
+    left: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=set().union(*spellings.values()) - silent)
+    model._adjust_missing_and_unexpected_keys(left)
+    return [key for key in keys if spellings[key] <= left.unexpected_keys]
 
 
 def as_parameter(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

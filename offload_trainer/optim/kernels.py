@@ -31,7 +31,7 @@ def choose_kernel(name: str) -> tuple[CpuKernel, str]:
         native = _checked_native()
     except TrainerError as error:
         if name == "native":
-            raise UserError(f"The update's {name} kernel cannot be had: {error}") from error
+            raise UserError(f"The update's native kernel cannot be had: {error}") from error
         reason = " ".join(str(error).split())
         return TorchKernel(), f"The update on the CPU: torch's kernel; the faster native one is not used: {reason}"
     return native, "The update on the CPU: the native kernel, built for this machine and checked to give torch's bits."

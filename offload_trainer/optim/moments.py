@@ -73,9 +73,6 @@ def encode_bf16(values: torch.Tensor, out: torch.Tensor, *, noise: Bits) -> None
         out[piece].view(torch.int16).copy_(torch.where(nan, (words >> 16) | 0x40, rounded))
 
 
-# -- fields of a page -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class StoredField:
     """A master or moment: `values` (n entries) and, in 8 bits, `scales` (fp32[ceil(n / 256)]), views of its fields."""
@@ -134,9 +131,6 @@ def stored_field(kind: str, fields: Mapping[str, torch.Tensor], here: slice | No
         values = values[here]
         scales = None if scales is None else scales[here.start // BLOCK_8BIT : -(-here.stop // BLOCK_8BIT)]
     return StoredField(is_signed(kind), values, scales)
-
-
-# -- tables of the 8-bit format --------------------------------------------------------------------------------------
 
 
 @functools.cache

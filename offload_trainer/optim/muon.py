@@ -119,9 +119,6 @@ def orthogonalised(direction: torch.Tensor, products: Products) -> torch.Tensor:
     return matrix.T if tall else matrix
 
 
-# -- pages -------------------------------------------------------------------------------------------------------------
-
-
 class MatrixKernel:
     """A kernel for Muon, whose results depend neither on placement nor on the number of threads."""
 

@@ -141,9 +141,6 @@ class NativeKernel:
         )
 
 
-# -- structures of native/ -------------------------------------------------------------------------------------------
-
-
 class _Part(ctypes.Structure):  # adam.cpp
     _fields_ = (("start", _SIZE), ("end", _SIZE), ("step", AdamStep))
 

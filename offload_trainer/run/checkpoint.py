@@ -57,9 +57,6 @@ class TrainState:
     data_position: Count  # rows consumed, summed over all ranks
 
 
-# -- writing ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class RunRecord:
     """Metadata of a run that every checkpoint stores next to the training state."""
@@ -149,8 +146,6 @@ class Checkpoints:
         # After an error with several ranks the thread may be blocked on a rank that is still running: leave it.
         if self._worker and (self._beside_training is ALONE or error is None):
             self._worker.close()
-
-    # -- one checkpoint -----------------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
         """Check that the run directory is still the same one and has room for a checkpoint; remove leftovers."""
@@ -257,9 +252,6 @@ def _device_and_inode(directory: Path) -> tuple[int, int] | None:
     return None
 
 
-# -- reading ---------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def reading(checkpoint: Path) -> Iterator[None]:
     """Hold a shared lock on a checkpoint, so that its run does not prune it. Raises UserError if it just has."""
@@ -280,7 +272,7 @@ def reading(checkpoint: Path) -> Iterator[None]:
 
 @lenient_record
 class RunConfiguration:
-    """The part of run.json that a resume reads."""
+    """The part of run.json that a resume and a model card read."""
 
     config: dict[str, dict[str, Any]]
 
@@ -314,7 +306,7 @@ def configuration_of(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return one line per setting of `STEERING` that differs; the steps of a run by epochs follow from it."""
+    """Return one line per setting of `STEERING` that differs, but for the steps of a run by epochs."""
     by_epochs = now.get("train", {}).get("epochs", "auto") != "auto"
     return [
         f"{section}.{key} is {now[section].get(key)}; {name} was saved with {shown(then[key])}"

@@ -63,7 +63,7 @@ class Log:
     def say(self, line: str) -> None:
         if self.loud:
             self.write(line)
-            print(f"{shown(line)}\n", end="", file=sys.stderr, flush=True)
+            print(shown(line), file=sys.stderr, flush=True)
 
     def say_now(self, line: str) -> None:
         """Log a line from a signal handler."""
@@ -180,7 +180,6 @@ def record_of(planned: Planned, *, identity: Mapping[str, Any], model: Path) -> 
     """Return the metadata of checkpoints. `model`: a directory with the model's configuration, which is copied."""
     run = {
         "config": planned.config.model_dump(mode="json"),
-        "random": planned.source.random,
         "plan": planned.plan.to_json(),
         "environment": environment(),
     }

@@ -408,6 +408,7 @@ def write_final(
         model=output / "model",
         description=description,
         origin=description,
+        settings=record.run["config"],
     )
     place = output / "export"
     replaces = place.stat().st_ino if place.exists() else None

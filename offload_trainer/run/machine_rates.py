@@ -20,6 +20,7 @@ from offload_trainer.machine.bench import Budget, LayerSizes
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.machine.rate_cache import keep_rates, refuse_unwritable, threads_of_all_ranks
 from offload_trainer.optim import cpu_units
+from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.tiered.state_formats import ADAMW, ADAMW_FORMATS
 from offload_trainer.plan.workload import Workload
@@ -169,6 +170,7 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
         copy_seconds=0.05,  # placement, order of micro-batches
     )
     layer, state = _layer_of(planned.plan.work, gpu=machine.gpu is not None), planned.plan.work.state
+    choose_kernel(config.optim.kernel)  # UserError for one that was asked for and cannot be had
     updates = bench.timed_updates([config.optim.kernel], [replace(state, rule=ADAMW)], say=lambda _: None)
     start = time.perf_counter()
     try:

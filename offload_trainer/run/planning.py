@@ -262,9 +262,6 @@ def _moves(found: Planned, config: TrainConfig, *, here: bool) -> Iterator[str]:
         yield "--dtype bf16"
 
 
-# -- choices of the run that this one resumes --------------------------------------------------------------------------
-
-
 def as_page_files(config: TrainConfig, machine: MachineProfile) -> tuple[TrainConfig, MachineProfile]:
     """Return both with the copies of the state, and the rates of the drives, that the run's existing page files have.
 

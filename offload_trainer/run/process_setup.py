@@ -135,9 +135,6 @@ def quieten() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module="torch|deepspeed")
 
 
-# -- the launcher of a node's ranks -----------------------------------------------------------------------------------
-
-
 def start_ranks(words: Sequence[str], *, count: int, engine: str) -> None:
     """Start `count` ranks of the same command and exit with their exit code; return if this process trains itself."""
     if count == 1 or "RANK" in os.environ:

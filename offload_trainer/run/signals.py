@@ -9,6 +9,7 @@ import math
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -75,7 +76,10 @@ def _raise_until_caught(number: int, _frame: object = None, *, unsaved: str = ""
             signal.signal(stopping, signal.SIG_IGN if stopping == signal.SIGHUP else signal.SIG_DFL)
 
     def again(_number: int, _frame: object) -> None:
-        if _stop_behind(sys.exception()) is None:
+        under_way = sys.exception()
+        while under_way is not None and not isinstance(under_way, Stopped):
+            under_way = under_way.__context__
+        if under_way is None:
             raise Stopped(number, unsaved=unsaved)
 
     signal.signal(signal.SIGALRM, again)
@@ -83,9 +87,18 @@ def _raise_until_caught(number: int, _frame: object = None, *, unsaved: str = ""
     raise Stopped(number, unsaved=unsaved)
 
 
-def _stop_behind(error: BaseException | None) -> Stopped | None:
+def _turned_into(error: BaseException | None) -> Stopped | None:
+    """Return the Stopped that was converted to this error, or None.
+
+    Python 3.11 wraps anything that `__set_name__` raises in a RuntimeError. A library's `finally` (transformers'
+    `no_init_weights`) may raise a NameError or AttributeError after an interruption; in this package that is a bug.
+    """
     while error is not None and not isinstance(error, Stopped):
-        error = error.__cause__ or error.__context__
+        hid = isinstance(error, NameError | AttributeError)
+        if hid:
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            hid = str(frame.f_globals.get("__name__")).partition(".")[0] != "offload_trainer"  # raised by others
+        error = error.__context__ if hid else error.__cause__
     return error
 
 
@@ -93,8 +106,8 @@ def _stop_behind(error: BaseException | None) -> Stopped | None:
 def _handled(handlers: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
     """Install the handlers within this context, except for SIGHUP if it is ignored (nohup).
 
-    Messages about a swallowed Stopped, which is raised again, are suppressed. An error that a Stopped has caused is
-    replaced by it: Python 3.11 wraps what `__set_name__` raises, and a library's `finally` may fail after it.
+    Messages about a swallowed Stopped, which is raised again, are suppressed. One that a library has converted to
+    another exception is raised in its place.
     """
     before: dict[signal.Signals, Any] = {}
     hook, alarm = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
@@ -113,7 +126,7 @@ def _handled(handlers: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
         before.clear()  # keep the default actions, so that the next signal kills the process while it cleans up
         raise
     except Exception as error:
-        if (stopped := _stop_behind(error)) is None:
+        if (stopped := _turned_into(error)) is None:
             raise
         before.clear()
         raise stopped from None

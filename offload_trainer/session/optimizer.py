@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from offload_trainer.errors import UserError
@@ -27,7 +26,7 @@ from offload_trainer.plan.tiered.state_formats import MOMENTS, UpdateRule
 from offload_trainer.plan.tiers import Item
 from offload_trainer.run.checkpoint import RESIDENT
 from offload_trainer.storage.atomic_io import StoredFile
-from offload_trainer.storage.tensorfile import TensorEntry
+from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader
 from offload_trainer.units import format_bytes
 
 if TYPE_CHECKING:
@@ -219,6 +218,19 @@ def write_residents(directory: Path, residents: Mapping[str, nn.Parameter], stat
 
 
 def read_residents(directory: Path, residents: Mapping[str, nn.Parameter]) -> dict[str, dict[str, torch.Tensor]]:
-    """Read the parameters and their state from a save of the same layout: name -> kind -> tensor."""
-    files = {path.stem: load_file(path) for path in (directory / RESIDENT).glob("*.safetensors")} if residents else {}
-    return {name: {kind: tensors[name] for kind, tensors in files.items() if name in tensors} for name in residents}
+    """Read the parameters and their state from a save whose layout was already compared: name -> kind -> tensor.
+
+    Raises UserError if a file has other names or shapes.
+    """
+    found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in residents}
+    for kind in (WEIGHT, "step", *MOMENTS) if residents else ():
+        path = directory / RESIDENT / f"{kind}.safetensors"
+        if not path.exists() and kind != WEIGHT:
+            continue  # saved before the first step
+        with TensorFileReader(path) as file:
+            for name, entry in file.entries.items():
+                here = residents.get(name)
+                if here is None or entry.shape != (() if kind == "step" else tuple(here.shape)):
+                    raise UserError(f"{path}: {name} {list(entry.shape)} is not among the parameters trained here")
+                found[name][kind] = file.read(name)
+    return found

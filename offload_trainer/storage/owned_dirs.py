@@ -112,9 +112,6 @@ def scratch(prefix: str, *, directory: Path | None = None) -> Iterator[Path]:
         yield place
 
 
-# -- replacing a directory ---------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def replacing(final: Path, *, what: str, say: Say = lambda line: None) -> Iterator[Path]:
     """Yield a path in a scratch directory next to `final`. What the context makes there replaces `final` at its end.
@@ -169,9 +166,6 @@ def clear(final: Path, *, what: str) -> None:
         raise TrainerError(
             f"{place} is in the way of {final.name} and stays: {reason(error)}. If nobody needs it, remove it"
         ) from error
-
-
-# -- removal -----------------------------------------------------------------------------------------------------------
 
 
 def is_removable(directory: Path, *, what: str) -> bool:

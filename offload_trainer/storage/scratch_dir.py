@@ -105,9 +105,6 @@ def wait_for_ranks(folder: Path, *, say: Say, patience: float = 60.0) -> None:
         pass
 
 
-# -- lists of directories that a run can resume from -------------------------------------------------------------------
-
-
 def write_list(listed: Path, folders: Sequence[Path]) -> None:
     """Write the run's list, so that these directories survive a kill or an error. Raises OSError.
 
@@ -153,9 +150,6 @@ def _need_for(folder: Path) -> tuple[Path | None, bool]:
         return listed, False
     except (OSError, ValueError):
         return listed, True
-
-
-# -- directories of dead runs ------------------------------------------------------------------------------------------
 
 
 def _dead_in(drive: Path, own: Path | None = None) -> Iterator[tuple[Path, Path | None, bool]]:

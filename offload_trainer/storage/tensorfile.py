@@ -247,8 +247,6 @@ class TensorFileReader:
         self._file.close()
 
 
-# -- CRC-32 of a concatenation -----------------------------------------------------------------------------------------
-
 _POLYNOMIAL = 0xEDB88320  # bit 31 is x^0, bit 0 is x^31, as in the CRC itself
 _ONE = 1 << 31
 
@@ -277,9 +275,6 @@ def _product(one: int, other: int) -> int:
 
 # x^8 and its squares, x^(8 * 2^k)
 _POWERS = list(accumulate(range(63), lambda power, _: _product(power, power), initial=_ONE >> 8))
-
-
-# -- invalid values ----------------------------------------------------------------------------------------------------
 
 
 def describe_invalid_values(values: torch.Tensor, *, signed: bool = True) -> str | None:

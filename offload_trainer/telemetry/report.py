@@ -30,9 +30,6 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _MARGIN = 640, 280, 92, 34, 14
 RELOAD = '<meta http-equiv="refresh" content="10">'  # in the page of a run that goes on
 
 
-# -- pages -----------------------------------------------------------------------------------------------------------
-
-
 class Series(NamedTuple):
     """A line of (step, value) points."""
 
@@ -113,9 +110,6 @@ def _page(title: str, facts: Mapping[str, str], sections: Mapping[str, str], *, 
     return frame.substitute(reload=RELOAD if live else "", title=escape(title), facts=head, body=body)
 
 
-# -- parts of a page --------------------------------------------------------------------------------------------------
-
-
 def results(rows: Sequence[StepRecord], evaluations: Sequence[EvalRecord]) -> dict[str, Any]:
     """Return the results of a run by label, None if unknown or not used. Times and traffic are medians."""
     if not rows:
@@ -176,9 +170,6 @@ def _table(rows: Rows) -> str:
     top = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in rows[1:])
     return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table></div>'
-
-
-# -- charts -----------------------------------------------------------------------------------------------------------
 
 
 def colour(number: int) -> str:

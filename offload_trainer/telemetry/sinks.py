@@ -132,9 +132,6 @@ class Telemetry:
             self._page_failed = True
 
 
-# -- the screen --------------------------------------------------------------------------------------------------------
-
-
 class Screen:
     """Progress of a run: loss, speed, bottleneck and time left, at each twentieth of the run and at least each minute.
 
@@ -190,8 +187,6 @@ class Screen:
 def _four_digits(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
-
-# -- trackers ----------------------------------------------------------------------------------------------------------
 
 Numbers = dict[str, float]
 # A tracker that has started: its id of the run, with which it resumes, what logs the numbers of a step, what ends it.

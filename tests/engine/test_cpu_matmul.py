@@ -1,9 +1,12 @@
 """Tests of 16-bit matrix products on CPUs without 16-bit units: fp32 products are rounded once."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from offload_trainer.engine import cpu_matmul
+from offload_trainer.optim import cpu_units
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -62,3 +65,21 @@ def test_attention_backward(dtype: torch.dtype, masked: bool) -> None:
         # The output, which the backward starts from, is rounded to `dtype` as well.
         tolerance = max(4 * torch.finfo(dtype).eps, 1e-5) * float(wanted.abs().max())
         torch.testing.assert_close(ours.double(), wanted, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_into_a_tensor_are_the_same(dtype: torch.dtype) -> None:
+    """The result may have any strides; fp32 still uses torch's own kernel."""
+    cpu_matmul.use_fp32_products(torch.bfloat16)
+    if cpu_units.has_native_16bit(torch.bfloat16):
+        pytest.skip("torch's own products are used on this CPU")
+    generator = torch.Generator().manual_seed(1)
+    left, right, more = (torch.randn(shape, generator=generator).to(dtype) for shape in ((5, 40), (40, 6), (6,)))
+    close = partial(torch.testing.assert_close, rtol=0, atol=0 if dtype is torch.bfloat16 else 1e-5)
+    expected = {"mm": left @ right, "addmm": torch.addmm(more, left, right, beta=0.5, alpha=2)}
+    for out in (torch.empty(5, 6, dtype=dtype), torch.empty(6, 5, dtype=dtype).t(), torch.empty(0, dtype=dtype)):
+        close(torch.mm(left, right, out=out), expected["mm"])
+        close(torch.addmm(more, left, right, beta=0.5, alpha=2, out=out), expected["addmm"])
+    several = torch.empty(3, 5, 6, dtype=dtype)
+    torch.bmm(left.expand(3, 5, 40), right.expand(3, 40, 6), out=several)
+    close(several, expected["mm"].expand(3, 5, 6))

@@ -22,11 +22,10 @@ from offload_trainer.config import ModelSection
 from offload_trainer.data.rows import IGNORED, RowReader
 from offload_trainer.data.tokenfile import TokenFile, write_tokens
 from offload_trainer.errors import UserError
-from offload_trainer.model import attention
+from offload_trainer.model import attention, tiny_model
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.model.loss import CausalLoss
-from offload_trainer.model.probes import rows
-from offload_trainer.model.probes.rows import refuse_crossing
+from offload_trainer.model.tiny_model import refuse_crossing
 from offload_trainer.settings import load_config
 
 
@@ -184,7 +183,7 @@ def test_a_probe_that_lacks_a_part_of_the_model_is_inconclusive(monkeypatch: pyt
         refuse_crossing(model)
     del model.extra
     for found in ((float("nan"), 1.0), (0.0, 0.0)):  # the second could not fail, as it did not exercise attention
-        monkeypatch.setattr(rows, "_compare_documents", lambda tiny, found=found: found)
+        monkeypatch.setattr(tiny_model, "_compare_documents", lambda tiny, found=found: found)
         with pytest.raises(UserError, match="computes something else"):
             refuse_crossing(model)
 

@@ -192,7 +192,11 @@ SPELLINGS: dict[str, tuple[str, Callable[[Held], Held]]] = {
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_other_spellings_of_a_checkpoint(name: str, tmp_path: Path) -> None:
-    """Every weight has the bits that transformers reads. Other keys are left out, and the plan names them."""
+    """Every weight has the bits that transformers reads. Other keys are left out, and the plan names those that
+    transformers warns about.
+
+    Of buffers that the model computes, by their own names, it says nothing.
+    """
     architecture, change = SPELLINGS[name]
     model = reference(ARCHITECTURES[architecture])
     save_changed(model, tmp_path, change)
@@ -202,13 +206,12 @@ def test_other_spellings_of_a_checkpoint(name: str, tmp_path: Path) -> None:
     assert given.keys() == dict(expected.named_parameters()).keys() == dict(model.named_parameters()).keys()
     for one in (expected, model):
         assert all(torch.equal(given[key], value) for key, value in one.named_parameters())
-    warned = info["unexpected_keys"] - dict(expected.named_buffers()).keys()
+    warned = sorted(info["unexpected_keys"] - dict(expected.named_buffers()).keys())
     notes = [note for note in source.shape.notes if note.startswith("weights: ")]
-    told = notes[0].rpartition(": ")[2].split(", ") if notes else []
-    assert warned <= set(told)
-    assert not given.keys() & set(told)
-    assert bool(told) == name.startswith(("old", "a key", "scales", "more"))
-    assert not told or notes[0].startswith(f"weights: {len(told)} tensors have no place in {type(expected).__name__}")
+    assert len(notes) == bool(warned)
+    if warned:
+        assert notes[0].startswith(f"weights: {len(warned)} tensors have no place in {type(expected).__name__}")
+        assert notes[0].endswith(": " + ", ".join(warned))
 
 
 def save_changed(model: PreTrainedModel, folder: Path, change: Callable[[Held], Held], **config: Any) -> None:

@@ -101,6 +101,8 @@ def test_clipped_steps_do_not_depend_on_the_placement(
     class Kernel(CudaKernel):
         """A stand-in for the compiled addition."""
 
+        adds_gradients = True
+
         def __init__(self) -> None:
             pass
 

@@ -105,7 +105,7 @@ class Gradients:
         self._kernel, device_kernel = parts.kernels
         self._ordered = device.place.type != "cpu"  # a GPU trains and sums may be on it, so norms of sums are ordered
         fits, self._device_kernel = self._ordered and self.dtype is torch.float32, None
-        if fits and isinstance(device_kernel, CudaKernel):
+        if fits and isinstance(device_kernel, CudaKernel) and device_kernel.adds_gradients:
             self._device_kernel = device_kernel
         self._intake = GradientIntake(units)
         self.arrived: Set[str] = self._intake.arrived  # weights that have a gradient in this step

@@ -118,9 +118,6 @@ class Newest:
         return [int(copy) for copy in self.newest], bytes.fromhex(self.sums)
 
 
-# -- while a run lives -------------------------------------------------------------------------------------------------
-
-
 class ManifestWriter:
     """The manifest of one run's page files, in each of the run's private directories `drives`."""
 
@@ -173,9 +170,6 @@ class ManifestWriter:
         self._record.close()
 
 
-# -- after it has died -------------------------------------------------------------------------------------------------
-
-
 def read_description(directory: Path) -> StoreManifest:
     """Read store.json; raise UserError if it cannot be read."""
     return read_back(directory / DESCRIPTION, StoreManifest, fix=FIX)
@@ -223,9 +217,6 @@ def files_of(manifest: StoreManifest) -> list[Path]:
         if need and (not file.is_file() or file.stat().st_size < need):
             raise ValueError(f"{shown(str(file))} is not there, or is shorter than its {need} bytes")
     return files
-
-
-# -- the record's file -------------------------------------------------------------------------------------------------
 
 
 _HEAD = struct.Struct("<QQI")  # record number, content size in bytes, CRC-32 of number, size and content

@@ -161,9 +161,6 @@ class PlacedWeights:
             self.store.put(unit, start, values)
 
 
-# -- quantised weights -------------------------------------------------------------------------------------------------
-
-
 class QuantisedUnit:
     """The stored form of one unit, and its conversion. Tensors are 1-D and in the store's dtype, the run's."""
 

@@ -55,6 +55,7 @@ class Crew {
 
     // Run work(argument) on this thread and on up to `helpers` others at the same time, until all have returned.
     void run(Work work, void* argument, int helpers) {
+        if (helpers <= 0) return work(argument);  // without its turn: another call may take long
         std::lock_guard<std::mutex> mine(turn_);
         while (members_ < helpers && begin()) members_++;
         helpers = std::min(helpers, members_);  // the system may refuse more

@@ -123,8 +123,10 @@ def _stock_tools(*, needed: bool, drive: bool) -> Iterator[Check]:
             yield Check("deepspeed", "ok", "not installed (only --engine deepspeed needs it)")
         return
     yield Check("deepspeed", "ok", version("deepspeed"))
-    from offload_trainer.engine.deepspeed import is_built, load_kernel
-
+    try:
+        from offload_trainer.engine.deepspeed import is_built, load_kernel
+    except Exception:  # torch or transformers is too old or broken, which `_packages` has said
+        return
     for name, wanted in (("cpu_adam", needed), ("async_io", needed and drive)):
         if not wanted:
             built = "built" if is_built(name) else "not built yet: minutes, at the first run with --engine deepspeed"

@@ -225,7 +225,7 @@ def _record(state: ForeignState, of: ModelSource, config: TrainConfig, *, steps:
     return RunRecord(
         identity=identity | {"parameters": of.shape.parameters},
         layout={w.name: {"shape": list(w.shape), "trained": w.trainable} for w in of.shape.weights},
-        run={"config": made, "random": False, "imported": state.told, "environment": environment()},
+        run={"config": made, "imported": state.told, "environment": environment()},
         model=model,
     )
 

@@ -30,9 +30,6 @@ def plan_elsewhere(config: TrainConfig, machine: MachineProfile, *, nodes: int |
     return (found if found.plan.fits else with_what_fits(found, config, here=False)).plan
 
 
-# -- ways to divide a step over ranks (`plan --parallel`) -------------------------------------------------------------
-
-
 def modes(world: int, *, nodes: int = 1) -> Iterator[tuple[str, str, int]]:
     """Yield (name, settings, number of ranks with the same rows) of each way to divide a step over the ranks."""
     counts = [count for count in range(1, world + 1) if world % count == 0]

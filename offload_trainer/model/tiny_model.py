@@ -1,4 +1,4 @@
-"""Trials on a tiny model of the same kind as a given one, for any architecture; all probes use `try_on_tiny_model`.
+"""Trials on a tiny model of the same kind as a given one, for any architecture: `refuse_crossing` tries packed rows.
 
 The configuration is shrunk by rules. Widths, heads, windows and numbers of experts become small, whatever their keys
 are called. One layer of each kind remains, and at least two. Dropout and noise are off.
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from offload_trainer.errors import UserError
 from offload_trainer.safe_files import one_line
 
 VOCABULARY, POSITIONS, HIDDEN, HEADS = 211, 64, 32, 4
@@ -42,6 +43,9 @@ _CHANCE = re.compile(r"drop|jitter|noise")
 # keys that stay equal if they are equal in the original
 _PAIRS = (("num_attention_heads", "num_key_value_heads"), ("n_heads", "n_kv_heads"))
 _LEFT = {"transformers_version", "architectures", "id2label", "label2id", "model_type", "dtype"}
+
+_EQUAL, _SHOWS = 1e-4, 1e-2  # relative to the largest logit, in fp32: limit for equality; least effect of a mistake
+_LENGTHS = 13, 9, 10  # tokens of the documents; windows and chunks of a tiny model have 8 tokens
 
 Result = TypeVar("Result")
 
@@ -129,3 +133,45 @@ def _layers(held: dict[str, Any]) -> dict[str, Any]:
         items = (values[place] for place in chosen)
         made[key] = [_number(key, item) if type(item) is int else item for item in items]
     return made
+
+
+def refuse_crossing(model: PreTrainedModel) -> None:
+    """Raise UserError if documents in a row influence each other in models like `model`, or if that is unknown.
+
+    transformers derives a mask between documents from positions that restart, if an architecture passes them on and
+    carries no other state from token to token. The trial computes a row of several documents and each by itself, and,
+    to show that it can tell, the row without positions.
+    """
+    name, key = type(model).__name__, "data.packing=on"
+    try:
+        difference, effect = try_on_tiny_model(model, torch.no_grad()(_compare_documents))
+    except TrialFailed as error:
+        raise UserError(
+            f"{key}: a tiny {name} to try it on does not run ({error}), so whether documents in a row stay apart is "
+            "not known: leave data.packing out"
+        ) from error
+    if not (difference <= _EQUAL and effect >= _SHOWS):  # a NaN is neither
+        raise UserError(
+            f"{key}: in a row of several documents {name} computes something else than of each by itself (in a trial "
+            f"logits are {difference:.0%} of the largest apart): it carries more from token to token than a mask holds "
+            "back, or takes no positions. Leave data.packing out"
+        )
+
+
+def _compare_documents(tiny: PreTrainedModel) -> tuple[float, float]:
+    """Return the relative difference between packed and separate documents, with and without positions."""
+    documents = [random_ids(tiny, 1, length) for length in _LENGTHS]
+    row = torch.cat(documents, 1)
+    positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
+    separate = torch.cat([_logits(tiny, ids) for ids in documents], 1)
+    packed, crossed = _logits(tiny, row, position_ids=positions), _logits(tiny, row)
+    return _difference(packed, separate), _difference(crossed, separate)
+
+
+def _logits(tiny: PreTrainedModel, ids: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+    return tiny(input_ids=ids, use_cache=False, **more).logits.float()
+
+
+def _difference(one: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference, relative to the largest expected logit."""
+    return float((one - expected).abs().max()) / float(expected.abs().max())

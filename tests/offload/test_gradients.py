@@ -21,7 +21,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.offloading import allocation
 from offload_trainer.offloading.device import Copies, CpuDevice
 from offload_trainer.offloading.gradients import collector as module
-from offload_trainer.offloading.gradients.collector import Downloads, Gradients, StagedSums
+from offload_trainer.offloading.gradients.collector import Gradients, StagedSums
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
@@ -206,23 +206,6 @@ def test_sums_of_a_block_leave_the_device_once_and_before_the_next_block_but_one
         for name, norm in expected.norms().items():
             assert torch.equal(norms[name], norm), name
             assert torch.equal(gradients.sums(name), expected.sums(name)), name
-
-
-def test_ring_memory_is_reused_only_after_it_was_read() -> None:
-    ring = Downloads(CpuDevice(), torch.zeros(1024, dtype=torch.uint8))
-    assert ring.largest_piece == 256
-    taken = [ring.take(size) for size in (256, 200, 256, 192)]
-    starts = [memory.data_ptr() - taken[0][0].data_ptr() for memory, _ in taken]
-    assert starts == [0, 256, 512, 768]
-    thread = on_a_thread(lambda: taken.append(ring.take(100)))  # 64 bytes are left, so it wraps around
-    thread.join(0.2)
-    assert thread.is_alive()
-    taken[3][1].finish_part()  # a later allocation, which frees no room yet
-    thread.join(0.2)
-    assert thread.is_alive()
-    taken[0][1].finish_part()
-    thread.join(300)
-    assert taken[4][0].data_ptr() == taken[0][0].data_ptr()
 
 
 def test_gradients_of_a_tied_weight_are_added_on_the_device() -> None:
@@ -434,16 +417,13 @@ def test_sums_and_norms_are_those_of_one_rank(
             assert norms == alone
 
 
-PAGES = [  # pages of each rank
-    [Page(0, 0, 8, RAM), Page(0, 8, 8, RAM), Page(2, 0, 8, RAM)],
-    [Page(0, 16, 8, RAM), Page(1, 0, 8, RAM)],
-]
-
-
 def test_a_unit_is_ready_once_all_ranks_have_updated_it() -> None:
     """In the next step an error of one rank is raised there by every wait."""
     barrier = threading.Barrier(2, timeout=300)
-    ranks = [UpdateProgress(pages, units=range(3), agree=lambda unit: barrier.wait()) for pages in PAGES]
+    of_first = [Page(0, 0, 8, RAM), Page(0, 8, 8, RAM), Page(2, 0, 8, RAM)]
+    of_second = [Page(0, 16, 8, RAM), Page(1, 0, 8, RAM)]
+    both = (of_first, of_second)
+    ranks = [UpdateProgress(pages, units=range(3), agree=lambda unit: barrier.wait()) for pages in both]
     first, second = ranks
 
     def on_all(act: Callable[[UpdateProgress], Any]) -> list[Any]:

@@ -27,7 +27,6 @@ from offload_trainer.telemetry.meters import PhaseClock
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small", "always", "slow_pages")
 
-
 QUICK = ("nothing in RAM", "a third in RAM")  # the others are only for `make test-all`
 IN_RAM = [*AWAY, "--ram-fraction", "1"]
 NATIVE = [*IN_RAM, "optim.kernel=native"]  # it copies old state in the pass that updates it
@@ -60,8 +59,6 @@ def test_early_pages_of_clipped_steps_are_discarded_and_updated_again(
 
 
 DRIVES = HOMES["weights and gradients on the drive"]
-
-
 SKIPPED = {  # placement, schedule, share of shadow memory, dtype, and whether transfers are late
     "forward": (DRIVES, BEHIND, 0.0, "fp16", False),
     "backward": (HOMES["nothing in RAM"], FULL, 0.0, "fp16", False),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from dead_run_files import stored_masters
-from engine_bench import Step, assert_same, batches, engine, masters, model_directory, train
+from engine_bench import Step, assert_same, batches, engine, masters, model_directory, saved, train
 from placements import skip_last_block
 from reference_muon import MuonWithAdamW
 from safetensors.torch import load_file
@@ -71,10 +71,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def drives(tmp_path: Path) -> list[Path]:
-    made = [tmp_path / "one", tmp_path / "two"]
-    for drive in made:
-        drive.mkdir()
-    return made
+    return [tmp_path / "one", tmp_path / "two"]
 
 
 @cache
@@ -123,10 +120,9 @@ def test_a_checkpoint_has_no_second_moment_of_matrices_and_resumes_in_another_pl
     models: dict[str, Path], drives: list[Path], tmp_path: Path
 ) -> None:
     model = models["qwen3"]
-    (tmp_path / "half").mkdir()
     with engine(model, *MUON, *HOMES["on two drives and in RAM"], drives=drives) as ours:
         steps = train(ours, batches(8)[:4], lr=RATE)
-        ours.snapshot().write(tmp_path / "half")
+        saved(ours, tmp_path / "half")
         steps += train(ours, batches(8)[4:], lr=RATE)
         weights, shape = masters(ours), {place.weight for unit in ours.offloaded.units for place in unit.places}
     assert steps == by_torch(model, 8, "--lr", str(RATE))[0]
@@ -156,7 +152,6 @@ def test_a_state_of_adamw_or_of_moments_that_the_rule_lacks_is_refused(tmp_path:
 
 
 def test_masters_of_a_dead_run_are_read_by_its_manifest(models: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "drive").mkdir()
     words = [*MUON, *HOMES["all on the drives"], "tiered.state_copies=2"]
     with engine(models["qwen3"], *words, drives=[tmp_path / "drive"]) as ours:
         ours.offloaded.enable_manifest(model=tmp_path)

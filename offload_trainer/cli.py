@@ -27,16 +27,7 @@ from offload_trainer.config import TrainConfig
 from offload_trainer.errors import RERUN_HINT, PeerFailed, Stopped, TrainerError, UserError, exit_code, explain
 from offload_trainer.model.presets import PRESETS
 from offload_trainer.plan.machine import describe_rates, read_machine
-from offload_trainer.run.process_setup import (
-    go_offline,
-    has_launcher,
-    prepare_process,
-    prepared,
-    quieten,
-    ranks_of_environment,
-    refuse_missing,
-    start_ranks,
-)
+from offload_trainer.run import process_setup
 from offload_trainer.run.signals import stop_at_once
 from offload_trainer.settings import FLAGS, all_keys, dump_config, file_hint, load_config, refuse_unwritable
 from offload_trainer.settings.synonyms import command_of, nearest
@@ -63,7 +54,7 @@ def main(words: list[str] | None = None) -> int:
 
                 message = with_resume_hint(message, words)
             # The launcher sends a stop signal to every rank, and reports it itself.
-            if not isinstance(error, PeerFailed) and not (isinstance(error, Stopped) and has_launcher()):
+            if not isinstance(error, PeerFailed) and not (isinstance(error, Stopped) and process_setup.has_launcher()):
                 _say(f"offload-train: {message}")
             return exit_code(error)
     return 0
@@ -97,11 +88,11 @@ def _train(given: Namespace, words: list[str]) -> None:
         print(dump_config(config), end="")
         return
     with redirect_stdout(sys.stderr):  # libraries print there
-        if ranks_of_environment()[1] == 1:  # several ranks connect first, so that one message is printed
-            refuse_missing(config)
-        start_ranks(words, count=config.placement.gpus, engine=config.placement.engine_name)
-        prepare_process(config)
-        quieten()
+        if process_setup.ranks_of_environment()[1] == 1:  # several ranks connect first, so that one message is printed
+            process_setup.refuse_missing(config)
+        process_setup.start_ranks(words, count=config.placement.gpus, engine=config.placement.engine_name)
+        process_setup.prepare_process(config)
+        process_setup.quieten()
         from offload_trainer.run.train import train_run
 
         train_run(config)
@@ -120,7 +111,7 @@ def _plan(given: Namespace, words: list[str]) -> None:
     machine = None if given.machine is None else read_machine(given.machine)
     config = load_config(words, drives=[drive.directory for drive in machine.drives] if machine else None)
     machine = described(machine, config.placement.nvme) if machine else None
-    quieten()
+    process_setup.quieten()
     if given.parallel or machine is None:
         values, text, plan = compare_modes(config, machine, given.nodes)
     else:
@@ -136,7 +127,7 @@ def _plan_here(given: Namespace, words: list[str]) -> None:
     A conflict with existing files in the default run directory only prints a note, since the user has not named that
     directory or checkpoint.
     """
-    config = prepared(words, check=partial(refuse_missing, data=False))
+    config = process_setup.prepared(words, check=partial(process_setup.refuse_missing, data=False))
     from offload_trainer.run.checks import check_start, refuse, refuse_output
     from offload_trainer.run.planning import plan_run
 
@@ -154,7 +145,7 @@ def _plan_here(given: Namespace, words: list[str]) -> None:
 
 
 def _bench(given: Namespace, words: list[str]) -> None:
-    config = prepared(words)
+    config = process_setup.prepared(words)
     from offload_trainer.machine.rate_cache import cache_file
     from offload_trainer.run.machine_rates import bench_here
 
@@ -171,7 +162,7 @@ def _tune(given: Namespace, words: list[str]) -> None:
     from offload_trainer.run.commands.recipes import refuse_taken, write_new
 
     refuse_taken(path)
-    config = prepared(words, check=refuse_missing)
+    config = process_setup.prepared(words, check=process_setup.refuse_missing)
     from offload_trainer.run.commands.tune import steered_phase, tunable, tune
     from offload_trainer.run.planning import plan_run
 
@@ -186,7 +177,7 @@ def _tune(given: Namespace, words: list[str]) -> None:
 
 
 def _doctor(given: Namespace, words: list[str]) -> None:
-    config = prepared(words)
+    config = process_setup.prepared(words)
     from offload_trainer.run.commands.doctor import examine, report
 
     with redirect_stdout(sys.stderr):  # libraries print there
@@ -197,14 +188,14 @@ def _doctor(given: Namespace, words: list[str]) -> None:
 
 
 def _prepare(_: Namespace, words: list[str]) -> None:
-    config = prepared(words, check=refuse_missing)
+    config = process_setup.prepared(words, check=process_setup.refuse_missing)
     from offload_trainer.run.train import prepare_run
 
     print("\n".join(map(str, prepare_run(config))))
 
 
 def _export(given: Namespace, _: list[str]) -> None:
-    go_offline()
+    process_setup.go_offline()
     from offload_trainer.run.export import export
 
     size, check = given.max_shard_size, given.check
@@ -219,7 +210,7 @@ def _import(_: Namespace, words: list[str]) -> None:
         named = ", ".join(map(shown, words)) or "nothing"
         raise UserError(f"import needs SOURCE and RUN first; got {named}. `offload-train import --help` says more")
     source, run, words = Path(words[0]), Path(words[1]), words[2:]
-    config = prepared(words)
+    config = process_setup.prepared(words)
     if "output" in config.save.model_fields_set and Path(config.save.output) != run:
         raise UserError(f"--output {config.save.output}: the new run directory is RUN, here {run}; leave --output out")
     from offload_trainer.run.commands.import_checkpoint import import_checkpoint
@@ -232,7 +223,7 @@ def _import(_: Namespace, words: list[str]) -> None:
 
 def _generate(given: Namespace, _: list[str]) -> None:
     """Continue a prompt (`sample`), or talk (`chat`)."""
-    go_offline()
+    process_setup.go_offline()
     from offload_trainer.run.commands.generate import chat, sample
 
     drawn = {"tokens": given.tokens, "temperature": given.temperature, "seed": given.seed, "say": _say}

@@ -235,7 +235,7 @@ def _table_rows(source: Path, column: str | None) -> Iterator[tuple[str, dict[st
             slices = (batch.slice(start, _ROWS) for batch in batches for start in range(0, batch.num_rows, _ROWS))
             for number, record in enumerate(chain.from_iterable(few.to_pylist() for few in slices), 1):
                 yield f"{printable(source)}, row {number}", {key: without_nulls(value) for key, value in record.items()}
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # a date that Python does not have
         raise UserError(f"{printable(source)} cannot be read as {kind}: {str(error).splitlines()[0][:200]}") from error
     except OSError as error:
         raise UserError(f"{printable(source)} cannot be read: {error.strerror}") from error

@@ -314,7 +314,7 @@ class TokenSpec:
             if form not in ("auto", documents.TEXT) and not is_records:
                 raise UserError(f"{source}: data.format={form} is for lines of JSON and tables: give .jsonl files")
             if form == "auto":
-                records = documents.read_records(source) if is_records else ()
+                records = documents.read_records(source, column=text_field) if is_records else ()
                 forms = (documents.form_of_record(one, text_field=text_field, where=where) for where, one in records)
                 kind = next(forms, documents.TEXT)
             found.setdefault(kind, source)

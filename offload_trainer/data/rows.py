@@ -11,7 +11,7 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,7 +83,32 @@ def shares_of(total: int, weights: Sequence[float]) -> list[int]:
     return counts
 
 
-class Mixture:
+class JoinedFiles:
+    """Ids of several token files, one file after the other. Has the attributes of a `TokenFile` for readers."""
+
+    def __init__(self, files: Sequence[TokenFile]) -> None:
+        self._files, self.name = tuple(files), f"{files[0].name} and {len(files) - 1} more"
+        self.paths = tuple(path for file in files for path in file.paths)
+        self.sums = tuple(crc for file in files for crc in (len(file), *file.sums))
+        self.row_length, self.packed = files[0].row_length, files[0].packed
+        self.tokenizer = files[0].tokenizer if len({file.tokenizer for file in files}) == 1 else None
+        self.summary = "; ".join(file.summary for file in files if file.summary) or None
+
+    def __len__(self) -> int:
+        return sum(map(len, self._files))
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Return `count` ids from `start` on, as `TokenFile.read` does."""
+        ends = [0, *accumulate(map(len, self._files))]
+        parts = [
+            file.read(max(start - begin, 0), min(start + count, end) - max(start, begin))
+            for file, (begin, end) in zip(self._files, pairwise(ends), strict=True)
+            if begin < start + count and start < end
+        ]
+        return np.concatenate(parts)
+
+
+class Mixture(JoinedFiles):
     """The rows of several token files of one kind. Has the attributes of a `TokenFile` for readers.
 
     Rows 0 .. T-1 are for training, one file's after the other's; then come the held-out rows of all files, shuffled. Of
@@ -101,18 +126,19 @@ class Mixture:
         seq_len: int,
         validation: float,
     ) -> None:
-        """Hold out the last share `validation` of each file's rows. Without `weights` each row comes once an epoch."""
+        """Hold out the last share `validation` of each file's rows."""
+        super().__init__(files)
         for what in ("row_length", "packed"):
             if len(values := {str(getattr(file, what)): name for file, name in zip(files, names, strict=True)}) > 1:
                 listing = " and ".join(f"{name} ({what.replace('_', ' ')} {value})" for value, name in values.items())
                 raise UserError(f"data.mixture: {listing} differ in kind: use only conversations, or only text")
-        self._files, self._seq_len = tuple(files), seq_len
+        self._seq_len = seq_len
         self.splits = tuple(
             split_rows(len(file), seq_len=seq_len, validation=validation, name=name)
             for file, name in zip(files, names, strict=True)
         )
         self._rows = [len(split.train) for split in self.splits]
-        self.counts = shares_of(sum(self._rows), weights or self._rows)
+        self.counts = shares_of(sum(self._rows), weights)
         if 0 in self.counts:
             name = names[self.counts.index(0)]
             raise UserError(
@@ -123,11 +149,6 @@ class Mixture:
             for name, count, rows in zip(names, self.counts, self._rows, strict=True)
         )
         self.name = " and ".join(file.name for file in files)
-        self.paths = tuple(path for file in files for path in file.paths)
-        self.sums = tuple(crc for file in files for crc in (len(file), *file.sums))
-        self.row_length, self.packed = files[0].row_length, files[0].packed
-        self.tokenizer = files[0].tokenizer if len({file.tokenizer for file in files}) == 1 else None
-        self.summary = "; ".join(file.summary for file in files if file.summary) or None
 
     def __len__(self) -> int:
         return sum(len(rows) for split in self.splits for rows in split) * self._seq_len + 1
@@ -159,7 +180,7 @@ class Mixture:
         raise AssertionError(start)
 
 
-Tokens = TokenFile | Mixture
+Tokens = TokenFile | JoinedFiles  # also a Mixture
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ import numpy as np
 from offload_trainer.config import DataSection
 from offload_trainer.data.loss_mask import AnswerEncoder
 from offload_trainer.data.packing import Encoder, TokenSpec, records_in
-from offload_trainer.data.rows import Mixture, Split, Tokens, split_rows
+from offload_trainer.data.rows import JoinedFiles, Mixture, Split, Tokens, split_rows
 from offload_trainer.data.sources import find_sources
 from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.data.tokenfile import NOT_LEARNED, TokenFile, cached, stated_facts, write_tokens
@@ -57,9 +57,12 @@ def prepare_tokens(spec: TokenSpec, *, validation: bool = False) -> Tokens:
                 raise UserError(f"{file.path} {refused}, or give the text or the conversations instead")
         if len(files) == 1:
             return files[0]
-        kept = 0.0 if validation or section.validation_path else section.validation
-        names = [str(file.path) for file in files]
-        return Mixture(files, (), names=names, seq_len=spec.seq_len, validation=kept)
+        if rows := [str(file.path) for file in files if file.row_length]:
+            raise UserError(
+                f"{rows[0]} holds conversations in rows, but is one of {len(files)} files: use it alone, or give the "
+                "conversations of all files as .jsonl"
+            )
+        return JoinedFiles(files)
     found = _tokenised(spec, sources, spec.encoder(spec.form_of(sources)))
     if vocabulary_size(spec.tokenizer) > vocabulary:  # The file may have been made for another model.
         spec.known(np.array(found.largest_id()))

@@ -18,7 +18,7 @@ from offload_trainer.config import STREAM
 from offload_trainer.data.documents import COMPRESSED, RECORDS, TABLES, holds_records, kind_of, printable
 from offload_trainer.errors import UserError
 from offload_trainer.packages import is_installed, lacks
-from offload_trainer.safe_files import file_bytes, one_line, open_given, parsed_yaml
+from offload_trainer.safe_files import file_bytes, one_line, open_given, parsed, parsed_yaml
 
 BUILTIN_CORPUS = Path(__file__).parent / "builtin" / "corpus.txt"
 TEXT_SUFFIXES = (".txt", ".md", *RECORDS)  # also when compressed
@@ -146,6 +146,8 @@ def _files_inside(directory: Path, wanted: Sequence[str], *, say: Callable[[str]
         say(f"note: {len(linked)} linked directories in {directory} are not followed ({first(linked)}); name them too")
     known = [path for path in inside if path.is_file()]
     files = [path for path in known if _is_read(path) and not _ABOUT.fullmatch(path.name)]
+    listed = {folder: _data_files(folder) for folder in {path.parent for path in files}}
+    files = [path for path in files if not listed[path.parent] or path.name in listed[path.parent]]
     front = _front_matter(directory / _CARD)
     has_records = any(map(holds_records, files))  # a README.md beside them describes them; others may be the text
     files = [path for path in files if path.name != _CARD or not (has_records or (front and path == directory / _CARD))]
@@ -186,6 +188,15 @@ def _files_inside(directory: Path, wanted: Sequence[str], *, say: Callable[[str]
             f"{first(left)}; name one of those to read it too, with --data or --validation-data"
         )
     return chosen
+
+
+def _data_files(folder: Path) -> set[str]:
+    """Return the names of the files that `datasets` lists for a data set that it saved in a folder."""
+    try:
+        state = parsed(file_bytes(folder / "state.json", links=True), dict[str, Any])
+    except (FileNotFoundError, ValueError):
+        return set()
+    return {str(one.get("filename")) for one in state.get("_data_files") or () if isinstance(one, dict)}
 
 
 def _split_of(path: Path) -> str:

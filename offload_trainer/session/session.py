@@ -25,16 +25,7 @@ from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.tiered.state_formats import ADAMW, MUON, UpdateRule
 from offload_trainer.ranks import wait_for_all
 from offload_trainer.run.checkpoint import RunRecord
-from offload_trainer.session import saving
-from offload_trainer.session.optimizer import (
-    OffloadedOptimizer,
-    average_gradients,
-    broadcast_residents,
-    counted_in,
-    norm_of_all,
-    update_residents,
-    with_gradient,
-)
+from offload_trainer.session import optimizer, saving
 from offload_trainer.storage.tensorfile import SAFETENSORS_DTYPES
 from offload_trainer.units import format_bytes
 
@@ -68,7 +59,7 @@ class Session:
         self.rank, self.world = offloaded.node.rank, offloaded.node.world
         self._offloaded, self._record, self._from_config, self._opened = offloaded, record, from_config, opened
         self._model_parameters = [use for uses in offloaded.parameters.values() for use in uses]
-        self._optimizer: OffloadedOptimizer | None = None
+        self._optimizer: optimizer.OffloadedOptimizer | None = None
         self._pass = ExitStack()
         self._residents_broadcast = self.world == 1  # the other parameters have the values of rank 0
         self._depth = 0  # nesting depth of the model's forwards
@@ -107,7 +98,7 @@ class Session:
         self._refuse_closed()
         wait_for_all()  # without the limit of 300 s within a step: rank 0 may have exported meanwhile
         if not self._residents_broadcast:
-            broadcast_residents(self._parameters(), self._offloaded.node)
+            optimizer.broadcast_residents(self._parameters(), self._offloaded.node)
             self._residents_broadcast = True
         # Without trained weights another optimizer may have the adapters, and the session does not see its steps.
         self._counted = last or (self._counted and bool(self._offloaded.trained))
@@ -115,7 +106,7 @@ class Session:
         with self._offloaded.micro_batch(last=last):
             yield
         if self._counted and self.world > 1:
-            average_gradients(self._parameters(), self._offloaded.node)
+            optimizer.average_gradients(self._parameters(), self._offloaded.node)
 
     def _begin_forward(self, *_: Any) -> None:
         self._refuse_closed()
@@ -162,7 +153,7 @@ class Session:
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-    ) -> OffloadedOptimizer:
+    ) -> optimizer.OffloadedOptimizer:
         """Create the session's optimizer, with the arguments and parameter groups of torch.optim.AdamW.
 
         `params`: None means all parameters with requires_grad. Groups may include parameters that are not offloaded,
@@ -182,7 +173,7 @@ class Session:
         adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-    ) -> OffloadedOptimizer:
+    ) -> optimizer.OffloadedOptimizer:
         """Create the session's optimizer with the Muon rule, which orthogonalises the updates of whole matrices.
 
         The matrices of the model's blocks are updated as torch.optim.Muon does, with its arguments, its Nesterov
@@ -193,7 +184,9 @@ class Session:
         muon = {"momentum": momentum, "adjust_lr_fn": adjust_lr_fn or "original"}
         return self._made(MUON, params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **muon})
 
-    def _made(self, rule: UpdateRule, params: Iterable[Any] | None, defaults: dict[str, Any]) -> OffloadedOptimizer:
+    def _made(
+        self, rule: UpdateRule, params: Iterable[Any] | None, defaults: dict[str, Any]
+    ) -> optimizer.OffloadedOptimizer:
         self._refuse_closed()
         if self._optimizer is not None:
             raise UserError(f"a session has one optimizer: give its groups to the first call of {rule.name}()")
@@ -202,10 +195,10 @@ class Session:
             raise UserError(f"the session stores {kept.title}'s state: call {kept.name}(), or give rule={rule.name!r}")
         if params is None:
             params = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        made = OffloadedOptimizer(params, session=self, rule=rule, defaults=defaults)
+        made = optimizer.OffloadedOptimizer(params, session=self, rule=rule, defaults=defaults)
         if not made.residents and not self._offloaded.trained:
             raise UserError("every weight of the session is frozen, and no others are given: there is nothing to train")
-        self.plan = counted_in(self.plan, made.residents.values())
+        self.plan = optimizer.counted_in(self.plan, made.residents.values())
         self._optimizer = made
         return made
 
@@ -229,7 +222,7 @@ class Session:
         norm = self._norm_of_sums()  # taken for any norm_type, so that later gradients are detected
         if norm_type != 2.0:
             with torch.no_grad():
-                norm = norm_of_all(self._parameters(), self._norms(norm_type), norm_type)
+                norm = optimizer.norm_of_all(self._parameters(), self._norms(norm_type), norm_type)
         if error_if_nonfinite and not isfinite(norm):
             raise NonFiniteGradient(f"the gradients' norm of order {norm_type} is {norm}: nothing was clipped")
         self._clip = clip_factor(norm, limit=max_norm)
@@ -243,7 +236,7 @@ class Session:
         self._refuse_later_gradients()
         clip, self._clip, self._norm = self._clip, 1.0, None
         self._offloaded.scale_gradients(clip)
-        for parameter in with_gradient(self._parameters()):
+        for parameter in optimizer.with_gradient(self._parameters()):
             assert parameter.grad is not None
             parameter.grad.mul_(clip)
 
@@ -253,7 +246,7 @@ class Session:
         self._refuse_later_gradients()
         taken = self._gradients_now()
         if self._norm is None or taken != self._taken:
-            self._norm = norm_of_all(self._parameters(), self._norms())
+            self._norm = optimizer.norm_of_all(self._parameters(), self._norms())
             self._taken = taken
         return self._norm
 
@@ -271,7 +264,7 @@ class Session:
 
     def _gradients_now(self) -> tuple[int, dict[torch.Tensor, int]]:
         """Return a value that stays equal only as long as no gradient arrives or is modified."""
-        gradients = [parameter.grad for parameter in with_gradient(self._parameters())]
+        gradients = [parameter.grad for parameter in optimizer.with_gradient(self._parameters())]
         return self._offloaded.sum_changes, {one: one._version for one in gradients if one is not None}
 
     def _parameters(self) -> list[nn.Parameter]:
@@ -285,7 +278,7 @@ class Session:
         self._refuse_closed()
         refuse_written(self._model_parameters)
         arrived, made = self._offloaded.gradients.arrived, self.optimizer
-        if not arrived and not with_gradient(self._parameters()):
+        if not arrived and not optimizer.with_gradient(self._parameters()):
             return  # like torch's optimizers when no parameter has a gradient
         norm = self._norm_of_sums()
         if not isfinite(norm):
@@ -293,13 +286,13 @@ class Session:
         if arrived:
             weights = {name: place.weight for name, (_, place) in self._offloaded.places.items()}
             self._offloaded.step(made.rules(weights), scale=self._clip / self.world)
-        update_residents(made.param_groups, made.state, scale=self._clip)
+        optimizer.update_residents(made.param_groups, made.state, scale=self._clip)
         self._clear()
         self._offloaded.begin()
 
     def _clear(self) -> None:
         self._offloaded.drop()
-        for parameter in with_gradient(self._parameters()):
+        for parameter in optimizer.with_gradient(self._parameters()):
             parameter.grad = None
         self._counted, self._norm, self._clip = False, None, 1.0
         self._taken = 0, {}
@@ -391,7 +384,7 @@ class Session:
         return found
 
     @property
-    def optimizer(self) -> OffloadedOptimizer:
+    def optimizer(self) -> optimizer.OffloadedOptimizer:
         """The optimizer that `adamw` or `muon` returned. Raises UserError if none was called."""
         if self._optimizer is None:
             raise UserError("call adamw() or muon() first: a save holds the rates of its groups")

@@ -343,20 +343,23 @@ def test_a_file_without_checksums_gets_them(tmp_path: Path) -> None:
 # -- several ---------------------------------------------------------------------------------------------------------
 
 
-def test_several_files_are_a_mixture_in_which_each_row_comes_once(tmp_path: Path) -> None:
-    """Files of different widths, of which one states another tokenizer's ids and is refused."""
-    paths = [raw(tmp_path / "0.bin", range(333)), raw(tmp_path / "1.bin", range(333, 1000), "uint32")]
-    both = from_file(*paths, seq_len=7, validation=0.1)
-    assert both.counts == [43, 86]
-    reader = RowReader(both, seq_len=7, rows=range(129), vocabulary=2048, shuffle=True)
-    firsts = next(reader.train_batches(0, micro_batch=129)).inputs[:, 0].tolist()
-    assert sorted(firsts) == [*range(0, 43 * 7, 7), *range(333, 333 + 86 * 7, 7)] != firsts
-    held_out = RowReader(both, seq_len=7, rows=range(129, 142), vocabulary=2048)
-    rows = next(held_out.validation_batches(micro_batch=20, limit=20)).inputs[:, 0].tolist()
-    assert sorted(rows) == [*range(43 * 7, 47 * 7, 7), *range(333 + 86 * 7, 333 + 95 * 7, 7)]
-    assert from_file(*reversed(paths), seq_len=7).sums != both.sums
-    with pytest.raises(TrainerError, match=r"0\.bin and .*1\.bin: row 47 holds id"):
-        RowReader(both, seq_len=7, rows=range(129), vocabulary=1).rows_at([47])
+def test_several_files_are_read_as_one(tmp_path: Path) -> None:
+    """Files of different widths and odd sizes, one with a single id; rows cross their borders."""
+    kinds, cuts = ("uint16", "uint16", "uint32"), [(0, 333), (333, 334), (334, 1000)]
+    paths = [raw(tmp_path / f"{n}.bin", range(*cut), kinds[n]) for n, cut in enumerate(cuts)]
+    shards, whole = from_file(*paths), from_file(raw(tmp_path / "whole.bin", range(1000)))
+    assert len(shards) == len(whole) == 1000
+    for start, count in ((0, 1000), (330, 8), (333, 1), (999, 1), (400, 100)):
+        assert shards.read(start, count).tolist() == [*range(start, start + count)]
+    readers = [RowReader(tokens, seq_len=7, rows=range(142), vocabulary=2048) for tokens in (shards, whole)]
+    joined, alone = (reader.rows_at([0, 47, 141]).targets.tolist() for reader in readers)
+    assert joined == alone
+    assert from_file(*reversed(paths)).sums != shards.sums
+    with pytest.raises(TrainerError, match=r"0\.bin and 2 more: row 47 holds id"):
+        RowReader(shards, seq_len=7, rows=range(142), vocabulary=1).rows_at([47])
+    write_tokens(tmp_path / "rows.bin", [range(15)], vocabulary=2048, row_length=7)
+    with pytest.raises(UserError, match=r"rows\.bin holds conversations in rows, but is one of 2 files"):
+        from_file(paths[0], tmp_path / "rows.bin", seq_len=7)
     write_tokens(tmp_path / "b.bin", [range(30)], tokenizer="0123456789abcdef", vocabulary=2048)
     with pytest.raises(UserError, match="made with the tokenizer 0123456789abcdef"):
         from_file(*paths, tmp_path / "b.bin")

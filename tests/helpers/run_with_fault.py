@@ -57,7 +57,7 @@ def of_file(name: str) -> Callable[..., bool]:
 
 # The function of each moment, in the package if it is not of `os`
 MOMENTS = {
-    "start": "cli.prepare_process",
+    "start": "run.process_setup.prepare_process",
     "measure": "machine.bench.bench_machine",
     "plan": "run.planning.make_plan",
     "setup": "run.train.Setup",  # planned, with its data

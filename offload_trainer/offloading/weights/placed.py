@@ -19,16 +19,7 @@ from offload_trainer.offloading.device import DeviceCopy, Read
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Connections
 from offload_trainer.packages import to_install
-from offload_trainer.plan.tiered.layout import (
-    PAD,
-    PIECE,
-    Place,
-    StoredWeight,
-    Unit,
-    WeightFormat,
-    aligned,
-    range_of_rank,
-)
+from offload_trainer.plan.tiered import layout
 from offload_trainer.plan.tiers import DEVICE, RAM
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future, done
@@ -36,7 +27,7 @@ from offload_trainer.storage.transfer import Future, done
 if TYPE_CHECKING:
     from offload_trainer.offloading.allocation import EngineParts
 
-_ROW = PAD  # elements; bitsandbytes' CPU kernel for 4 bits dequantises rows in parallel
+_ROW = layout.PAD  # elements; bitsandbytes' CPU kernel for 4 bits dequantises rows in parallel
 ReadPart = Callable[[int, int], torch.Tensor]  # (first element of the store's dtype, number of them) -> CPU copy
 
 
@@ -110,12 +101,12 @@ class PlacedWeights:
         if len(node.nodes) > 1:
             node.barrier()  # all ranks of this node have received their parts from other nodes
 
-    def broadcast_unit(self, unit: Unit, *, connections: Connections | None = None) -> None:
+    def broadcast_unit(self, unit: layout.Unit, *, connections: Connections | None = None) -> None:
         """Broadcast one unit's updated weights, between devices or, in RAM and on drives, between nodes."""
         node, resident, host = self._node, self.resident(unit.index), self.store.host(unit.index)
         across = node.counterparts if len(node.nodes) > 1 else ()  # RAM and drives are shared by a node's ranks
         for rank in range(node.world) if resident is not None else across:
-            first, end = range_of_rank(unit, rank, ranks=node.world)
+            first, end = layout.range_of_rank(unit, rank, ranks=node.world)
             if resident is not None:
                 node.broadcast(resident[first:end], source=rank, connections=connections)
             elif host is not None:
@@ -128,10 +119,10 @@ class PlacedWeights:
                 if rank != node.rank:
                     self.store.write(unit.index, first, through).wait()
 
-    def complete(self, masters: torch.Tensor, unit: Unit, place: Place) -> None:
+    def complete(self, masters: torch.Tensor, unit: layout.Unit, place: layout.Place) -> None:
         """Fill in the parts of a weight's masters that other nodes update. All ranks call it."""
         node = self._node
-        starts = [range_of_rank(unit, its.start, ranks=node.world)[0] - place.start for its in node.nodes]
+        starts = [layout.range_of_rank(unit, its.start, ranks=node.world)[0] - place.start for its in node.nodes]
         begins = [min(max(0, start), masters.numel()) for start in starts]
         for source, first, end in zip(node.counterparts, begins, [*begins[1:], masters.numel()], strict=True):
             node.broadcast_across(masters[first:end], source=source)
@@ -164,7 +155,7 @@ class PlacedWeights:
 class QuantisedUnit:
     """The stored form of one unit, and its conversion. Tensors are 1-D and in the store's dtype, the run's."""
 
-    def __init__(self, unit: Unit, dtype: torch.dtype) -> None:
+    def __init__(self, unit: layout.Unit, dtype: torch.dtype) -> None:
         self._dtype, self._trained = dtype, unit.trained
         self._weights = {weight.start: weight for weight in unit.stored_weights(dtype.itemsize)}
 
@@ -194,7 +185,7 @@ class QuantisedUnit:
         def bytes_at(offset: int, length: int) -> torch.Tensor:
             return read(offset // size, -(-length // size)).view(torch.uint8)[:length]
 
-        elements = aligned(count, PAD)
+        elements = layout.aligned(count, layout.PAD)
         codes = bytes_at(weight.values, weight.format.code_bytes(elements))
         scales = bytes_at(weight.scales, weight.format.scale_bytes(elements))
         values = torch.empty(elements, dtype=self._dtype)
@@ -207,19 +198,19 @@ class QuantisedUnit:
         if start < self._trained:
             return start, values
         weight, size = self._weights[start], self._dtype.itemsize
-        assert aligned(values.numel(), PAD) == weight.elements or values.numel() == weight.elements
+        assert layout.aligned(values.numel(), layout.PAD) == weight.elements or values.numel() == weight.elements
         if weight.format is None:
             return weight.values // size, values
         return weight.values // size, _stored(values, weight, weight.format).view(self._dtype)
 
 
-def _stored(values: torch.Tensor, weight: StoredWeight, format: WeightFormat) -> torch.Tensor:
+def _stored(values: torch.Tensor, weight: layout.StoredWeight, format: layout.WeightFormat) -> torch.Tensor:
     """Return codes and scales (uint8) of a weight, quantised on the CPU in pieces."""
     functional, made = _bitsandbytes(format.name), torch.zeros(weight.end - weight.values, dtype=torch.uint8)
     codes, scales = made, made[weight.scales - weight.values :]
-    for first in range(0, weight.elements, PIECE):
-        piece = values[first : first + PIECE].to("cpu", torch.bfloat16)
-        piece = torch.nn.functional.pad(piece, (0, aligned(piece.numel(), PAD) - piece.numel()))
+    for first in range(0, weight.elements, layout.PIECE):
+        piece = values[first : first + layout.PIECE].to("cpu", torch.bfloat16)
+        piece = torch.nn.functional.pad(piece, (0, layout.aligned(piece.numel(), layout.PAD) - piece.numel()))
         if format.bits == 4:
             some_codes, state = functional.quantize_4bit(piece, blocksize=format.block, quant_type=format.name)
         else:
@@ -231,9 +222,9 @@ def _stored(values: torch.Tensor, weight: StoredWeight, format: WeightFormat) ->
     return made
 
 
-def dequantise(codes: torch.Tensor, scales: torch.Tensor, format: WeightFormat, into: torch.Tensor) -> None:
+def dequantise(codes: torch.Tensor, scales: torch.Tensor, format: layout.WeightFormat, into: torch.Tensor) -> None:
     """Fill `into` with the values of codes (uint8) and scales (bf16) on the same device, a multiple of PAD of them."""
-    functional, size = _bitsandbytes(format.name), into.numel() if into.is_cuda else PIECE
+    functional, size = _bitsandbytes(format.name), into.numel() if into.is_cuda else layout.PIECE
     for first in range(0, into.numel(), size):
         piece = into[first : first + size]
         some_codes = codes[format.code_bytes(first) :][: format.code_bytes(piece.numel())]

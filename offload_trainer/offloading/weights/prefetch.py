@@ -16,17 +16,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload_trainer.errors import UserError
+from offload_trainer.offloading import autograd
 from offload_trainer.offloading.allocation import EngineParts, Stores
-from offload_trainer.offloading.autograd import (
-    hooks_of_autograd,
-    in_backward,
-    keep_by,
-    not_compiled,
-    saves_selected_results,
-    set_memory,
-    unprotected,
-    without_modes,
-)
 from offload_trainer.offloading.device import DeviceCopy
 from offload_trainer.plan.tiered.layout import Place
 from offload_trainer.plan.tiered.weight_streaming import Rings, packed_bytes
@@ -49,7 +40,7 @@ class _Weight:
 
     def use(self, values: torch.Tensor) -> None:
         for use in self.uses:
-            set_memory(use, values)
+            autograd.set_memory(use, values)
 
 
 @dataclass
@@ -156,29 +147,29 @@ class WeightPrefetcher:
             if self.absent:
                 return
             if fetched:
-                if saves and unprotected() and not in_backward():
+                if saves and autograd.unprotected() and not autograd.in_backward():
                     raise UserError(
                         "a part of an offloaded model was called by itself, and its weights would not stay for the "
                         "backward: call the model as a whole, or do it inside session.micro_batch() or torch.no_grad()"
                     )
-                if saves_selected_results():
+                if autograd.saves_selected_results():
                     raise UserError(
                         "selective checkpointing (context_fn) would save views of weights that come and go: use "
                         "checkpoint(..., use_reentrant=False) without it"
                     )
             for unit in fetched:
                 self._note_recomputation(unit)
-                with without_modes():
+                with autograd.without_modes():
                     self.need(unit)
             self.restore(waited)
 
-        return not_compiled(hook)
+        return autograd.not_compiled(hook)
 
     def _note_recomputation(self, unit: int) -> None:
         """Protect a checkpointed part's units, of which plain views are saved, until another part is recomputed."""
-        if not (in_backward() and torch.is_grad_enabled()):
+        if not (autograd.in_backward() and torch.is_grad_enabled()):
             return
-        hooks = hooks_of_autograd()
+        hooks = autograd.hooks_of_autograd()
         if hooks is None:
             raise UserError(
                 "reentrant checkpointing keeps no weights that come and go: use checkpoint(..., use_reentrant=False)"
@@ -232,16 +223,16 @@ class WeightPrefetcher:
     def unpack(self, saved: torch.Tensor | _WeightReference) -> torch.Tensor:
         if not isinstance(saved, _WeightReference):
             return saved
-        if unprotected() and in_backward():
-            keep_by(self.pack, self.unpack)  # create_graph saves the weight again for the double backward
-        with without_modes():
+        if autograd.unprotected() and autograd.in_backward():
+            autograd.keep_by(self.pack, self.unpack)  # create_graph saves the weight again for the double backward
+        with autograd.without_modes():
             return self.need(saved.unit).as_strided(saved.size, saved.stride, saved.offset)
 
     # -- the ring -----------------------------------------------------------------------------------------------------
 
     def need(self, unit: int) -> torch.Tensor:
         """Return the unit's weights, and prefetch what follows. Raises UserError if there are too few buffers."""
-        if not self._backward and in_backward():
+        if not self._backward and autograd.in_backward():
             self._begin_pass(backward=True, then=self.then_after_backward)  # a backward without `passing`
         number = self._rings.slot_of(unit)
         if number is None:
@@ -334,7 +325,7 @@ class WeightPrefetcher:
             return
         for unit in self._blocked.intersection(self._in_place if units is None else units):
             self._update_progress.wait(unit)
-            with without_modes():
+            with autograd.without_modes():
                 self._point(unit, self._in_place[unit])
             self._blocked.discard(unit)
 
@@ -355,7 +346,7 @@ class WeightPrefetcher:
 
     @contextmanager
     def _borrowing(self, names: Sequence[str]) -> Iterator[None]:
-        bare = unprotected()
+        bare = autograd.unprotected()
         recomputing = self._recomputing is not None and torch.is_grad_enabled()
         wanted = [
             weight
@@ -364,7 +355,7 @@ class WeightPrefetcher:
             and self._needs_copy(weight, bare=bare or (recomputing and weight.unit not in self._recomputed))
         ]
         if wanted:
-            with without_modes():
+            with autograd.without_modes():
                 self._return(self._borrowed.difference(names))  # the operation may read others that are borrowed
                 for weight in wanted:
                     weight.use(self._copy(weight))

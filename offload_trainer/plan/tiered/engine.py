@@ -15,26 +15,10 @@ from math import inf
 from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.errors import UserError
 from offload_trainer.packages import lacks
+from offload_trainer.plan import step_time
 from offload_trainer.plan.communication import bounds_of, exchange_of
 from offload_trainer.plan.machine import MachineProfile, sums_key, update_key
 from offload_trainer.plan.memory import LONG, gpu_reserve, heap_holes
-from offload_trainer.plan.step_time import (
-    DEVICE_COPIES,
-    PHASES,
-    UPDATE_START,
-    Bound,
-    Costs,
-    Forecast,
-    Overlap,
-    early_pages,
-    forecast,
-    in_turn,
-    kernels_of,
-    parts_of,
-    seconds_of_matrices,
-    transfer_seconds,
-    update_rate,
-)
 from offload_trainer.plan.tiered.footprint import (
     added_bytes,
     gathered_weights,
@@ -223,8 +207,10 @@ class Tiered:
 
         def cost(way: TieredCandidate) -> tuple[float, int]:
             costs = way.costs()
-            step = way.settled(forecast(way.work, machine, costs))[1].step
-            return inf if step is None else step, sum(it.written for it in costs.traffic if it.place != DEVICE_COPIES)
+            step = way.settled(step_time.forecast(way.work, machine, costs))[1].step
+            return inf if step is None else step, sum(
+                it.written for it in costs.traffic if it.place != step_time.DEVICE_COPIES
+            )
 
         return min(fitting, key=cost) if len(fitting) > 1 else fitting[0]
 
@@ -370,7 +356,7 @@ class TieredCandidate:
         """Return the bytes at the peak by tier, without checkpoints."""
         return [*tiered_items(self.work, self._laid_out, self.sizes, self.machine)]
 
-    def costs(self) -> Costs:
+    def costs(self) -> step_time.Costs:
         """Return the time beside the model's computation: bytes moved, the update, ranks, and adding gradients."""
         work, machine, homes, sizes, gpu = self.work, self.machine, self._laid_out, self.sizes, self.machine.gpu
         traffic, by_parts = tiered_traffic(work, homes, sizes, machine), gathered_weights(work, homes, sizes)
@@ -380,29 +366,29 @@ class TieredCandidate:
         for phase, gathered in by_parts.items():
             from_ram, from_others = map(format_bytes, gathered)
             what = f"{from_ram} of weights to each device from RAM, {from_others} from other devices"
-            bounds.append(Bound(phase, seconds_of(gathered, machine, ranks=work.here), what, "gpus"))
+            bounds.append(step_time.Bound(phase, seconds_of(gathered, machine, ranks=work.here), what, "gpus"))
         bounds += [wait for wait in waits if wait.seconds is None]  # makes the phase unknown
-        on_top = dict.fromkeys(PHASES, 0.0)
+        on_top = dict.fromkeys(step_time.PHASES, 0.0)
         for wait in waits:
             on_top[wait.phase] += wait.seconds or 0.0
         if self.placement.params != TierKind.GPU and sizes.unit_buffers == 1:
-            bounds += in_turn(work, machine, traffic)
+            bounds += step_time.in_turn(work, machine, traffic)
         adding, memory, rates = 0.0, machine.rates.memory, machine.rates.sums
         alone = work.world == work.pipeline  # other ranks exchange gradients instead
         for measured, size in added_bytes(work, homes, sizes, gpu=gpu is not None).items() if alone else ():
-            keys = [sums_key(name, measured=measured) for name in kernels_of(work)]
+            keys = [sums_key(name, measured=measured) for name in step_time.kernels_of(work)]
             rate = next((rates[key] for key in keys if key in rates), memory)
             adding += size / rate.value if rate is not None else 0.0  # of adding gradients and measuring their sums
         if gpu is not None and adding:
-            bounds.append(Bound("backward", adding, "adding gradients in RAM", "memory"))
+            bounds.append(step_time.Bound("backward", adding, "adding gradients in RAM", "memory"))
         if gpu is None:  # the cores that compute also add gradients and copy weights from RAM
             on_top["backward"] += adding
             for moved in traffic if self.placement.params == TierKind.RAM else ():
-                if memory and moved.place == DEVICE_COPIES and moved.phase != "update":
+                if memory and moved.place == step_time.DEVICE_COPIES and moved.phase != "update":
                     on_top[moved.phase] += 2 * moved.read / memory.value
-        return Costs(traffic, bounds, list(exchange.links), on_top=on_top, waits=waits)
+        return step_time.Costs(traffic, bounds, list(exchange.links), on_top=on_top, waits=waits)
 
-    def _updates(self) -> Iterator[Bound]:
+    def _updates(self) -> Iterator[step_time.Bound]:
         """Yield the bounds of the update kernels on GPU and CPU.
 
         Rates were measured with AdamW and 16-bit gradients. The products of a rule on whole matrices come in addition.
@@ -417,25 +403,25 @@ class TieredCandidate:
         products: float | None = 0.0
         others: float | None = 0.0
         if work.state.rule.matrices:
-            products = seconds_of_matrices(work.shape, machine)
+            products = step_time.seconds_of_matrices(work.shape, machine)
             cores = machine.cores / work.here if machine.gpu is None and self.sizes.overlap else 1
             products = None if products is None else products * cores / work.world
             beside = traffic_beside_matrices(work, self._laid_out, machine)
-            others = transfer_seconds(beside, machine, phase="update")
+            others = step_time.transfer_seconds(beside, machine, phase="update")
         if inside:
             whole = 2 * StateFormat(ADAMW, FP32).bytes_each + 4
             timed, wide = rates.get(update_key("cuda", work.state.name)), rates.get("cuda")
             rate = timed.value if timed else wide.value * whole / (moved + 2) if wide else None
             seconds = inside / rate * longer + products * on_gpu if rate and products is not None else None
             what = f"{title} on {format_count(inside)} parameters on the GPU"
-            yield Bound("update", seconds, what, "adamw_gpu")
+            yield step_time.Bound("update", seconds, what, "adamw_gpu")
         if outside:
-            speed, seconds = update_rate(work, machine), None
+            speed, seconds = step_time.update_rate(work, machine), None
             if speed and products is not None and others is not None:
-                seconds = outside / speed * longer + products * (1 - on_gpu) + others + UPDATE_START
-            yield Bound("update", seconds, f"{title} on {format_count(outside)} parameters", "adamw")
+                seconds = outside / speed * longer + products * (1 - on_gpu) + others + step_time.UPDATE_START
+            yield step_time.Bound("update", seconds, f"{title} on {format_count(outside)} parameters", "adamw")
 
-    def settled(self, found: Forecast) -> tuple[TierSizes, Forecast]:
+    def settled(self, found: step_time.Forecast) -> tuple[TierSizes, step_time.Forecast]:
         """Return the final sizes and forecast, after deciding whether the update overlaps other work.
 
         `found` is without overlap. New weights are ready before the state of their page has been written, except with
@@ -445,7 +431,7 @@ class TieredCandidate:
         # An update that overlaps has one core of a CPU that computes the model, also for products of matrices.
         if not sizes.overlap and ((work.state.rule.matrices and not gpu) or self.section.overlap != "auto"):
             return sizes, found
-        overlap = Overlap(found, parts_of(self.units, self._laid_out), work.passes, gpu)
+        overlap = step_time.Overlap(found, step_time.parts_of(self.units, self._laid_out), work.passes, gpu)
         early = work.world == 1 and self.placement.params != TierKind.DRIVES
         pages = sum(group.count for group in self._laid_out.cut.groups if on_drive(group.page.home))
         hidden = overlap.hidden(read=overlap.read_before_update(pages, buffers=sizes.page_buffers) if early else 0.0)
@@ -461,14 +447,16 @@ class TieredCandidate:
             return sizes, self._overlapping_backward(overlap, read_early=early)
         return replace(sizes, overlap=True), replace(found, behind=True, hidden=hidden)
 
-    def _overlapping_backward(self, overlap: Overlap, *, read_early: bool) -> Forecast:
+    def _overlapping_backward(self, overlap: step_time.Overlap, *, read_early: bool) -> step_time.Forecast:
         homes, sizes = self._laid_out, self.sizes
         # The update writes the old bytes of pages with shadow memory once more. If the memory's rate was not measured,
         # it is that of the update, which is bound by memory.
         size, memory = shadow_bytes(homes, self.work.state), self.machine.rates.memory
         each = 2 * self.work.state.mean_bytes(self.work.shape) + 4  # the gradient and the weight have 16 bits
-        moved = memory.value if memory is not None else (update_rate(self.work, self.machine) or 0.0) * each
-        early = early_pages(self.units, homes, copying=size / moved if moved else 0.0, buffers=sizes.page_buffers)
+        moved = memory.value if memory is not None else (step_time.update_rate(self.work, self.machine) or 0.0) * each
+        early = step_time.early_pages(
+            self.units, homes, copying=size / moved if moved else 0.0, buffers=sizes.page_buffers
+        )
         done, saved, first = overlap.ahead(early)
         left = overlap.left_after(done, early)
         update, rest = (one.found.seconds["update"] or 0.0 for one in (overlap, left))
@@ -479,7 +467,7 @@ class TieredCandidate:
         longer = max(0.0, whole - overlap.hidden()) + 2 * early.copying  # old bytes are copied back
         return replace(overlap.found, behind=True, ahead=True, hidden=whole, if_clipped=longer)
 
-    def notes(self, costs: Costs) -> Iterator[str]:
+    def notes(self, costs: step_time.Costs) -> Iterator[str]:
         """Yield the sentences of the plan about this placement."""
         work, machine = self.work, self.machine
         if machine.no_state_on_gpu:
@@ -532,7 +520,7 @@ class TieredCandidate:
                 f"tiered.weight_transfer={asked} has no effect here: there is one rank per node or a pipeline, or the "
                 "weights are not in RAM"
             )
-        for phase in PHASES:
+        for phase in step_time.PHASES:
             held_up = [wait for wait in costs.waits if wait.phase == phase and wait.seconds is not None]
             if parts_of_it := [f"{format_seconds(wait.seconds or 0.0)} for {wait.what}" for wait in held_up]:
                 yield f"in the {phase}, ranks additionally wait {', '.join(parts_of_it)}"

@@ -14,38 +14,15 @@ from math import prod
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import activation_items, heap_holes, input_items, inputs_of, process_items, slots_of
 from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic
+from offload_trainer.plan.tiered import spec, weight_streaming
 from offload_trainer.plan.tiered.layout import DEVICE, PageGroup, TierMap, Unit, largest_range, range_of_rank
-from offload_trainer.plan.tiered.spec import (
-    ELSEWHERE,
-    GRADIENT_BUFFERS,
-    GRADIENTS_IN_FLIGHT,
-    OUTBOXES,
-    SAVE_BUFFERS,
-    SHARED_READS,
-    TierSizes,
-    exchange_bytes,
-    gradient_ring,
-    route_of,
-    slot_bytes,
-)
 from offload_trainer.plan.tiered.state_formats import StateFormat
-from offload_trainer.plan.tiered.weight_streaming import (
-    NCCL_BYTES,
-    as_gradients_come,
-    block_numbers,
-    breadth_first,
-    fetches,
-    orders,
-    packed_bytes,
-    slot_sizes,
-    transfer_bytes,
-)
 from offload_trainer.plan.tiers import RAM, RAM_NAME, WHERE, Item, on_drive, tier_names
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count
 
 
-def tiered_items(work: Workload, homes: TierMap, sizes: TierSizes, machine: MachineProfile) -> Iterator[Item]:
+def tiered_items(work: Workload, homes: TierMap, sizes: spec.TierSizes, machine: MachineProfile) -> Iterator[Item]:
     """Yield the memory of a node's ranks at its peak."""
     ram, device, here, gpu = partial(Item, RAM_NAME), partial(Item, machine.device), work.here, machine.gpu is not None
     e, units = work.item_bytes, homes.units
@@ -63,22 +40,25 @@ def tiered_items(work: Workload, homes: TierMap, sizes: TierSizes, machine: Mach
         yield device("orthogonalisation", here * size, "of the largest matrix, one at a time")
     if work.world == work.pipeline:
         why = "buffer between the device and gradient sums in RAM or on drives"
-        yield ram("gradient staging", here * gradient_ring(work, homes, sizes, gpu=gpu), why)
+        yield ram("gradient staging", here * spec.gradient_ring(work, homes, sizes, gpu=gpu), why)
         # On a CPU copies are synchronous. On a GPU the largest gradient and up to `GRADIENTS_IN_FLIGHT` bytes may wait.
         # The gradient being computed, and those of a tied weight that wait for each other, count as activations.
         leaving = _leaving(homes, sizes)
         copied = [e * place.weight.numel for unit in leaving for place in unit.places if place.weight.trainable]
         size, why = 0, "added on the GPU" if gpu else "copied immediately"
         if gpu and copied:
-            size, more = min(sum(copied), max(copied) + GRADIENTS_IN_FLIGHT), format_bytes(GRADIENTS_IN_FLIGHT)
+            size, more = (
+                min(sum(copied), max(copied) + spec.GRADIENTS_IN_FLIGHT),
+                format_bytes(spec.GRADIENTS_IN_FLIGHT),
+            )
             why = f"being copied off the GPU: the largest weight's, and at most {more} more"
         yield device("gradients in flight", here * size, why)
         if any(sums := _sums_on_device(work, homes, sizes)):
             why = "of the block that gets gradients, and of the one before it, whose sums leave the GPU"
             yield replace(device("gradient sums", here * max(sums), why), of_ranks=sums)
     else:
-        outbox = exchange_bytes(units, item_bytes=e)
-        why = f"{OUTBOXES} buffers for the largest block's gradients, shared by all ranks"
+        outbox = spec.exchange_bytes(units, item_bytes=e)
+        why = f"{spec.OUTBOXES} buffers for the largest block's gradients, shared by all ranks"
         yield ram("gradient exchange", here * outbox, why)
         if work.nodes > 1:
             givers = work.world // work.pipeline  # ranks with gradients of a unit
@@ -86,14 +66,18 @@ def tiered_items(work: Workload, homes: TierMap, sizes: TierSizes, machine: Mach
             yield ram("gradient receive buffers", inboxes, "the largest shard from each rank of other nodes")
         if gpu:
             why = "of one block, until they are copied to the exchange buffers"
-            yield device("gradients in flight", here * (outbox // OUTBOXES), why)
+            yield device("gradients in flight", here * (outbox // spec.OUTBOXES), why)
         if gpu and DEVICE in homes.weights:
             why = "NCCL's buffers for broadcasting updated weights to the other ranks' devices; assumed"
-            yield device("broadcasts", here * NCCL_BYTES, why)
+            yield device("broadcasts", here * weight_streaming.NCCL_BYTES, why)
     outside = [one.page for one in homes.cut.groups if on_drive(one.page.home) or one.page.home == DEVICE]
     stored = max(map(work.state.page_bytes, outside), default=0)
     if stored and work.checkpoints != 0:
-        yield ram("save buffers", here * SAVE_BUFFERS * stored, f"{SAVE_BUFFERS} pages being written to a checkpoint")
+        yield ram(
+            "save buffers",
+            here * spec.SAVE_BUFFERS * stored,
+            f"{spec.SAVE_BUFFERS} pages being written to a checkpoint",
+        )
     kept = [replace(item, bytes=here * item.bytes) for item in input_items(work, machine)]
     tied = sum(weight.numel for weight in work.shape.weights if weight.trainable and weight.uses > 1)
     added = e * tied if work.checkpoints is None else 0  # of a session, whose model's modules share one parameter
@@ -104,7 +88,7 @@ def tiered_items(work: Workload, homes: TierMap, sizes: TierSizes, machine: Mach
         yield ram("heap", heap_holes(work, model), why)
 
 
-def _page_items(work: Workload, homes: TierMap, sizes: TierSizes, machine: MachineProfile) -> Iterator[Item]:
+def _page_items(work: Workload, homes: TierMap, sizes: spec.TierSizes, machine: MachineProfile) -> Iterator[Item]:
     state, e, g = work.state, work.item_bytes, work.gradient_bytes
     less = " (4 B less for Muon's matrices)" if state.rule.matrices else ""
     why = f"{state.masters.name} master, {state.moments.name} moments: {state.bytes_each:.3g} B a parameter{less}"
@@ -119,18 +103,18 @@ def _page_items(work: Workload, homes: TierMap, sizes: TierSizes, machine: Machi
     if kept := shadow_bytes(homes, state):
         why = f"old bytes of {len(homes.shadows)} pages, whose update may be undone (tiered.overlap=backward)"
         yield Item(RAM_NAME, "shadow memory", kept, why)
-    here = [one for one in homes.cut.groups if one.page.home != ELSEWHERE]
-    routes = [(route_of(one.number, one.page, homes, is_gpu=machine.gpu is not None), one) for one in here]
+    here = [one for one in homes.cut.groups if one.page.home != spec.ELSEWHERE]
+    routes = [(spec.route_of(one.number, one.page, homes, is_gpu=machine.gpu is not None), one) for one in here]
     if any(route.through_host for route, _ in routes):
         count = size = 0
         for rank in range(work.here):
             mine = [(route, one) for route, one in routes if one.rank == rank]
             moved = sum(one.count for route, one in mine if route.through_host)
-            slot = slot_bytes([route for route, _ in mine], on_device=False, format=state, gradient=g, weight=e)
+            slot = spec.slot_bytes([route for route, _ in mine], on_device=False, format=state, gradient=g, weight=e)
             buffers = min(sizes.page_buffers, moved)
             count, size = count + buffers, size + buffers * sum(slot.values())
         yield Item(RAM_NAME, "page buffers", size, f"{count}, each for one page in transfer")
-    slot = slot_bytes([route for route, _ in routes], on_device=True, format=state, gradient=g, weight=e)
+    slot = spec.slot_bytes([route for route, _ in routes], on_device=True, format=state, gradient=g, weight=e)
     if each := sum(slot.values()):
         yield Item(machine.device, "update buffers", each, "one page of gradients or updated weights in transfer")
 
@@ -140,7 +124,7 @@ def shadow_bytes(homes: TierMap, format: StateFormat) -> int:
     return sum(format.page_bytes(homes.pages[number]) for number in homes.shadows)
 
 
-def _weight_items(work: Workload, homes: TierMap, sizes: TierSizes, machine: MachineProfile) -> Iterator[Item]:
+def _weight_items(work: Workload, homes: TierMap, sizes: spec.TierSizes, machine: MachineProfile) -> Iterator[Item]:
     ram, device, here, gpu = partial(Item, RAM_NAME), partial(Item, machine.device), work.here, machine.gpu is not None
     e, units, placed = work.item_bytes, homes.units, [*zip(homes.units, homes.weights, strict=True)]
     used, stored_at = Counter[int](), Counter[int]()
@@ -155,19 +139,23 @@ def _weight_items(work: Workload, homes: TierMap, sizes: TierSizes, machine: Mac
     streamed = [unit for unit, home in placed if not unit.in_place(home)]
     if not streamed:
         return
-    blocks, others = (slot_sizes(streamed, blocks=sizes.unit_buffers, of_blocks=kind) for kind in (True, False))
+    blocks, others = (
+        weight_streaming.slot_sizes(streamed, blocks=sizes.unit_buffers, of_blocks=kind) for kind in (True, False)
+    )
     counts = ((len(blocks), "block"), (len(others), "other module"))
     words = " and ".join(f"{count} {name}{'s' * (count != 1)}" for count, name in counts)
     yield device("weights in use", here * e * (sum(blocks) + sum(others)), words)
     if any(unit.quantised for unit in units):
-        packed = [packed_bytes(units, homes.weights, of_blocks=kind, item_bytes=e) for kind in (True, False)]
+        packed = [
+            weight_streaming.packed_bytes(units, homes.weights, of_blocks=kind, item_bytes=e) for kind in (True, False)
+        ]
         size = len(blocks) * packed[0] + len(others) * packed[1]
         yield device("quantised weights in use", here * size, "as they are fetched")
         weights = [weight for unit in units if unit.quantised for weight in unit.stored_weights(e) if weight.format]
         scratch = max(weight.scratch_bytes(e, gpu=gpu) for weight in weights)
         yield device("dequantisation", here * scratch, "temporary memory, for one weight at a time")
     if sizes.by_parts and gpu:
-        yield device("all-gather", here * NCCL_BYTES, "NCCL's buffers for gathering weights; assumed")
+        yield device("all-gather", here * weight_streaming.NCCL_BYTES, "NCCL's buffers for gathering weights; assumed")
     stored = max((unit.stored_bytes(e) for unit, home in placed if on_drive(home)), default=0)
     if work.nodes > 1 and stored:
         through = here * e * largest_range(streamed, ranks=work.world)
@@ -176,7 +164,7 @@ def _weight_items(work: Workload, homes: TierMap, sizes: TierSizes, machine: Mac
         staging = 2 * max(unit.stored_bytes(e) for unit in units)
         yield ram("weight staging", here * staging, "2 buffers for the largest block, between drive and GPU")
     if work.world > work.pipeline and stored:
-        count = work.pipeline * SHARED_READS
+        count = work.pipeline * spec.SHARED_READS
         yield ram("weights read", count * stored, f"{count} buffers for the largest block, read once for all ranks")
 
 
@@ -190,7 +178,7 @@ def _gradient_items(work: Workload, homes: TierMap, machine: MachineProfile) -> 
     on_drives = [unit for unit, home in placed if on_drive(home)]
     if on_drives:  # up to `GRADIENT_BUFFERS` buffers for blocks, and one for all other modules
         blocks, others = ([unit.trained for unit in on_drives if unit.block == kind] for kind in (True, False))
-        many, one = min(GRADIENT_BUFFERS, len(blocks)), min(1, len(others))
+        many, one = min(spec.GRADIENT_BUFFERS, len(blocks)), min(1, len(others))
         staging = many * max(blocks, default=0) + one * max(others, default=0)
         why = f"{many} blocks and {one} other module in transfer"
         yield Item(RAM_NAME, "gradient buffers", work.pipeline * g * staging, why)
@@ -201,18 +189,18 @@ def _trained_here(unit: Unit, work: Workload) -> int:
     return range_of_rank(unit, work.here - 1, ranks=work.world)[1]
 
 
-def _leaving(homes: TierMap, sizes: TierSizes) -> list[Unit]:
+def _leaving(homes: TierMap, sizes: spec.TierSizes) -> list[Unit]:
     """Return the units whose gradients leave the device one by one, as they are not added there."""
     placed = zip(homes.units, homes.gradients, strict=True)
     return [unit for unit, home in placed if home != DEVICE and not sizes.adds_on_device(unit, home)]
 
 
-def _sums_on_device(work: Workload, homes: TierMap, sizes: TierSizes) -> tuple[int, ...]:
+def _sums_on_device(work: Workload, homes: TierMap, sizes: spec.TierSizes) -> tuple[int, ...]:
     """Return the most bytes of sums that each rank of a pipeline has on the device while a backward adds them there."""
     found = []
     for rank in range(work.pipeline):
         of_block = Counter[int]()
-        for unit, block in block_numbers(homes.units, work.shape).items() if sizes.device_sums else ():
+        for unit, block in weight_streaming.block_numbers(homes.units, work.shape).items() if sizes.device_sums else ():
             if work.owners[block] == rank and sizes.adds_on_device(homes.units[unit], homes.gradients[unit]):
                 of_block[block] += work.gradient_bytes * homes.units[unit].trained
         found.append(max(map(sum, pairwise([0, *of_block.values()])), default=0))
@@ -229,7 +217,7 @@ def _traffic(moved: _Moved, machine: MachineProfile) -> list[Traffic]:
     return [Traffic(names[h], phase, moved[h, phase, "read"], moved[h, phase, "written"]) for h, phase in kinds]
 
 
-def tiered_traffic(work: Workload, homes: TierMap, sizes: TierSizes, machine: MachineProfile) -> list[Traffic]:
+def tiered_traffic(work: Workload, homes: TierMap, sizes: spec.TierSizes, machine: MachineProfile) -> list[Traffic]:
     """Return the bytes that one node moves in a step; to and from the device those of one rank, or of a mean one."""
     units, moved = homes.units, _moved_by_update(work, homes, homes.cut.groups)
     e, g, micro = work.item_bytes, work.gradient_bytes, work.accumulate
@@ -238,13 +226,13 @@ def tiered_traffic(work: Workload, homes: TierMap, sizes: TierSizes, machine: Ma
         size, by_parts = units[unit].stored_bytes(e), sizes.by_parts and homes.weights[unit] == RAM
         if homes.weights[unit] == DEVICE:
             continue  # quantised weights are dequantised on the device
-        into, _ = transfer_bytes(size, item_bytes=e, ranks=work.here if by_parts else 1)
+        into, _ = weight_streaming.transfer_bytes(size, item_bytes=e, ranks=work.here if by_parts else 1)
         moved[homes.weights[unit], phase, "read"] += times * size
         moved[DEVICE, phase, "read"] += times * into // work.pipeline
     collected = {unit.index for unit in units if on_drive(homes.gradients[unit.index])}
-    gradients = as_gradients_come(units, work.shape)
+    gradients = weight_streaming.as_gradients_come(units, work.shape)
     if work.breadth_first:
-        _, gradients = breadth_first([], gradients, units, times=micro)
+        _, gradients = weight_streaming.breadth_first([], gradients, units, times=micro)
     once = {unit.index for unit in units if sizes.adds_on_device(unit, homes.gradients[unit.index])}
     last = {unit: place for place, unit in enumerate(gradients)}
     gradients = [unit for place, unit in enumerate(gradients) if unit not in once or place == last[unit]]
@@ -283,12 +271,12 @@ def _moved_by_update(work: Workload, homes: TierMap, groups: Sequence[PageGroup]
     for one in groups:
         weights, gradients = homes.weights[one.page.unit], homes.gradients[one.page.unit]
         elements, inside = one.elements, one.page.home == DEVICE
-        if not inside and one.page.home != ELSEWHERE:
+        if not inside and one.page.home != spec.ELSEWHERE:
             for way in ("read", "written"):
                 moved[one.page.home, "update", way] += one.count * work.state.page_bytes(one.page)
         if weights != DEVICE:
             moved[weights, "update", "written"] += e * elements
-        if one.page.home == ELSEWHERE:
+        if one.page.home == spec.ELSEWHERE:
             continue
         if gradients != DEVICE:
             moved[gradients, "update", "read"] += g * elements
@@ -299,37 +287,37 @@ def _moved_by_update(work: Workload, homes: TierMap, groups: Sequence[PageGroup]
     return moved
 
 
-def fetched(work: Workload, homes: TierMap, sizes: TierSizes, *, rank: int = 0) -> Counter[tuple[int, str]]:
+def fetched(work: Workload, homes: TierMap, sizes: spec.TierSizes, *, rank: int = 0) -> Counter[tuple[int, str]]:
     """Return how often a rank of a pipeline fills a buffer with each unit in each phase of a step, by (unit, phase).
 
     A prefetch counts in the phase that uses it.
     """
     units = homes.units
-    forward, backward = orders(units, work.shape, checkpointing=work.checkpointed > 0)
+    forward, backward = weight_streaming.orders(units, work.shape, checkpointing=work.checkpointed > 0)
     if work.breadth_first:
-        forward, backward = breadth_first(forward, backward, units, times=work.accumulate)
+        forward, backward = weight_streaming.breadth_first(forward, backward, units, times=work.accumulate)
     if work.pipeline > 1:
-        blocks, owners = block_numbers(units, work.shape), work.owners
+        blocks, owners = weight_streaming.block_numbers(units, work.shape), work.owners
         forward, backward = ([unit for unit in order if owners[blocks[unit]] == rank] for order in (forward, backward))
     offloaded = [unit for unit in units if not unit.in_place(homes.weights[unit.index])]
-    needed = fetches(offloaded, [*forward, *backward], blocks=sizes.unit_buffers, times=work.passes)
+    needed = weight_streaming.fetches(offloaded, [*forward, *backward], blocks=sizes.unit_buffers, times=work.passes)
     passes = len(forward) + len(backward)
     return Counter((unit, "forward" if place % passes < len(forward) else "backward") for unit, place in needed)
 
 
-def gathered_weights(work: Workload, homes: TierMap, sizes: TierSizes) -> dict[str, tuple[int, int]]:
+def gathered_weights(work: Workload, homes: TierMap, sizes: spec.TierSizes) -> dict[str, tuple[int, int]]:
     """Return the bytes of weights that each device receives by all-gather, from RAM and from others, by phase."""
     found: dict[str, tuple[int, int]] = {}
     for (unit, phase), times in fetched(work, homes, sizes).items() if sizes.by_parts else ():
         if homes.weights[unit] == RAM:
             size = homes.units[unit].stored_bytes(work.item_bytes)
-            moved = transfer_bytes(size, item_bytes=work.item_bytes, ranks=work.here)
+            moved = weight_streaming.transfer_bytes(size, item_bytes=work.item_bytes, ranks=work.here)
             from_ram, from_others = found.get(phase, (0, 0))
             found[phase] = from_ram + times * moved[0], from_others + times * moved[1]
     return found
 
 
-def added_bytes(work: Workload, homes: TierMap, sizes: TierSizes, *, gpu: bool) -> dict[bool, int]:
+def added_bytes(work: Workload, homes: TierMap, sizes: spec.TierSizes, *, gpu: bool) -> dict[bool, int]:
     """Return the bytes of host memory that adding gradients to sums in RAM and on drives reads and writes in a step.
 
     Those of additions that also compute the norms of the new sums are under True, the others under False. A CPU copies

@@ -1,6 +1,4 @@
-"""Tests of export: weights saved by transformers, imported and exported, are the same bit for bit, and a run keeps all
-that a chat model's directory defines about its tokenizer and end-of-text tokens.
-"""
+"""Tests that exports keep every bit of the weights, and what a chat model's directory says of tokens and ends."""
 
 import copy
 import json

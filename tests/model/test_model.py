@@ -1,6 +1,4 @@
-"""Tests of model loading and loss: transformers' weights block by block, and its loss without whole logits, of which
-few rows at a time are in fp32.
-"""
+"""Tests of loading and loss: transformers' weights block by block, and its loss, a few rows of logits at a time."""
 
 import json
 import os
@@ -48,7 +46,6 @@ def test_norms_initialised_by_constructors_are_those_of_transformers(monkeypatch
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("chunk", [7, 1000])
 def test_loss_gradients_and_buffers_are_those_of_transformers(name: str, chunk: int, tmp_path: Path) -> None:
-    """The loss and every gradient of pretrained weights match whole logits."""
     model = reference(ARCHITECTURES[name])
     model.save_pretrained(tmp_path)
     section = ModelSection(name=str(tmp_path), loss_chunk=chunk, attention="eager", activation_checkpointing="off")

@@ -1,6 +1,4 @@
-"""Tests that the bytes ranks exchange and move on drives match the plan exactly, and of weights that ranks fetch
-together: every rank gets the right bits, whatever it needs next.
-"""
+"""Tests that ranks exchange and move the planned bytes, and get the right bits of what they fetch together."""
 
 import threading
 from collections import Counter

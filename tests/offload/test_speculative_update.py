@@ -179,7 +179,6 @@ def test_a_drive_that_fails_during_the_backward_is_reported(
 
 
 def test_seconds_during_the_backward_are_hidden(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first page of the step takes 0.1 s, which counts as hidden."""
     slept = []
 
     def sleep(updater: Updater, *_: Any, **__: Any) -> None:

@@ -170,7 +170,6 @@ def test_masters_of_a_dead_run_are_read_by_its_manifest(models: dict[str, Path],
 
 @pytest.mark.parametrize(("ranks", "largest"), [(1, 20_000), (2, ALIGN), (3, 1 << 20), (7, 20_000)])
 def test_no_page_and_no_range_of_a_rank_cuts_a_matrix(ranks: int, largest: int) -> None:
-    """Of three blocks and an embedding."""
     weights: list[Weight] = [Weight("wte", (500, 60), unit="wte")]
     sizes: list[tuple[int, ...]] = [(60, 180), (180,), (61, 59), (7, 64, 96), (300, 60), (60,)]
     for block, (number, size) in product(range(3), enumerate(sizes)):

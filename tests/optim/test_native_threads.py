@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -74,13 +75,8 @@ def test_a_forked_child_starts_its_own_threads_while_another_thread_updates() ->
 
 def test_callers_take_turns() -> None:
     wanted, kernel = expected(times=20), NativeKernel()
-    results: list[bytes] = []
-    callers = [threading.Thread(target=lambda: results.append(Page().update(kernel, times=20))) for _ in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    assert results == [wanted] * 4
+    with ThreadPoolExecutor(4) as callers:
+        assert [*callers.map(lambda _: Page().update(kernel, times=20), range(4))] == [wanted] * 4
 
 
 # -- one thread at first: a fork has that of its caller alone ----------------------------------------------------------

@@ -107,9 +107,6 @@ def test_files_that_are_not_whole(tmp_path: Path) -> None:
             resolve_model(ModelSection(name=str(tmp_path), attention="eager"), seed=0)
 
 
-# -- exports ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def trained(tmp_path: Path, drive: Path) -> Iterator[Path]:
     model = model_directory(tmp_path / "model", "gpt2")

@@ -13,7 +13,7 @@ import torch
 from dead_run_files import stored_masters
 from engine_bench import assert_same, batches, digest, masters, plain, saved, train
 from late_transfers import FailingWrites
-from placements import ALL_ON_DRIVES, AWAY, BEHIND, FIRST, FULL, HOMES, IN_LINE, Build, plant, skip_last_block, until
+from placements import ALL_ON_DRIVES, AWAY, FIRST, FULL, HOMES, IN_LINE, Build, plant, skip_last_block, until
 from seen_calls import calls_of, run_before
 
 from offload_trainer.engine import tiered
@@ -284,21 +284,7 @@ def test_pages_are_complete_before_they_are_used_again(
     assert (writes.crossed, writes.hold[file]) == ([], 0)
 
 
-def test_a_forward_does_not_wait_for_state_in_flight(build: Build, writes: HeldWrites) -> None:
-    """All pages fill the slots without delaying the forward; reading a master waits for its own page."""
-    words = [*HOMES["nothing in RAM"], UNCLIPPED, "tiered.page_buffers=99", BEHIND]
-    with build(words) as ours:
-        writes.hold["state"] = len(ours.offloaded.store.pages)
-        writes.patience = 60.0
-        train(ours, batches(1))
-        ours.eval_loss(batches(1)[0])
-        assert len(writes.held) == len(ours.offloaded.store.pages)
-        threading.Timer(0.05, writes.go.set).start()
-        assert_same(masters(ours), plain(build.model, 1, UNCLIPPED)[1])
-    assert not writes.crossed
-
-
-def test_a_backward_does_not_wait_for_state_in_flight(build: Build, writes: HeldWrites) -> None:
+def test_forward_and_backward_do_not_wait_for_state_in_flight(build: Build, writes: HeldWrites) -> None:
     """State of all pages is being written until the next backward has reached its last block; none of it is read."""
     seen = list[int]()
     words = [*HOMES["nothing in RAM"], UNCLIPPED, "tiered.page_buffers=99", FULL]

@@ -25,7 +25,7 @@ from engine_bench import (
     saved,
     train,
 )
-from placements import ALL_ON_DRIVES, BEHIND, FULL, HOMES, IN_LINE, OFF, ON, Build, gpt2, plant, skip_last_block
+from placements import ALL_ON_DRIVES, HOMES, IN_LINE, OFF, ON, Build, gpt2, plant, skip_last_block
 from safetensors.torch import load_file
 from seen_calls import calls_of
 
@@ -275,20 +275,6 @@ def test_the_noise_of_stored_moments_is_of_the_runs_seed(build: Build) -> None:
             rules = dict.fromkeys(ours.offloaded.trained, AdamW(1e-3, (0.9, 0.95), 1e-8, 0.1))
             found.append(ours.offloaded._step_params(rules, ours.offloaded.steps, scale=1.0).noise(0))
     assert found == [Noise(seed=3, step=1), Noise(seed=4, step=1)]
-
-
-@pytest.mark.usefixtures("always")
-def test_a_load_drops_what_was_read_ahead(build: Build, tmp_path: Path) -> None:
-    """State and weights that an engine that has trained has on their way are of the state before the load."""
-    for schedule in (IN_LINE, BEHIND, FULL):
-        with build(ALL_ON_DRIVES, schedule, "optim.max_grad_norm=0") as ours:
-            train(ours, batches(2))
-            saved(ours, tmp_path / schedule)
-            steps = train(ours, batches(4)[2:])
-            expected = masters(ours)
-            ours.load(tmp_path / schedule)
-            assert train(ours, batches(4)[2:]) == steps, schedule
-            assert_same(masters(ours), expected)
 
 
 def test_an_interrupted_update_does_not_keep_the_engine_from_closing(

@@ -98,12 +98,11 @@ def test_a_step_that_is_skipped_changes_nothing(
     assert found[0] == found[1]
 
 
-FROZEN = [*ALL_ON_DRIVES, 'model.freeze=["h.1.mlp","wpe"]', "optim.moment_dtype=8bit"]
 SNAPSHOTS = {  # placement, schedule, share of shadow memory; on the device transfers are late
     "on the device": (["--gpu-fraction", "1"], IN_LINE, 0.0),
     "in all tiers, a part on the device": ([*AWAY, "--gpu-fraction", "0.3", "--ram-fraction", "0.3"], IN_LINE, 0.0),
     "off": (["--ram-fraction", "0.5", "optim.moment_dtype=8bit"], IN_LINE, 0.0),
-    "forward, frozen": (FROZEN, BEHIND, 0.0),
+    "forward, frozen": ([*ALL_ON_DRIVES, 'model.freeze=["h.1.mlp","wpe"]', "optim.moment_dtype=8bit"], BEHIND, 0.0),
     "forward, two copies": ([*HOMES["two copies on the drive"], CLIP], BEHIND, 0.0),
     "backward, all in RAM": (["--ram-fraction", "1", "optim.max_grad_norm=0"], FULL, 1.0),
     "backward, half in RAM": ([*AWAY, "--ram-fraction", "0.5", CLIP], FULL, 1.0),

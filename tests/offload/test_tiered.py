@@ -42,7 +42,6 @@ from offload_trainer.telemetry.meters import PhaseClock
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
-
 SUMS = {  # where the gradients are added
     "in RAM": ["--params", "gpu"],
     "on the device": ["--params", "cpu", "placement.gradients=gpu", "tiered.weight_buffers=2"],
@@ -391,7 +390,6 @@ def test_the_next_update_waits_for_no_save(build: Build, tmp_path: Path) -> None
 
 
 DEPTH, BREADTH = (f"tiered.micro_batch_order={order}_first" for order in ("depth", "breadth"))
-TWO = "model.activation_checkpointing=2"
 FROZEN = 'model.freeze=["embed_tokens","layers.0."]'
 KINDS = {
     "tied": ("gpt2", True, []),
@@ -399,7 +397,7 @@ KINDS = {
     "untied, checkpointed": ("qwen3", False, [ON, DEPTH]),
     "untied, breadth-first": ("qwen3", False, [ON, BREADTH]),
     "tied, breadth-first": ("gpt2", True, [ON, BREADTH]),
-    "untied, two blocks checkpointed": ("qwen3", False, [TWO]),
+    "untied, two blocks checkpointed": ("qwen3", False, ["model.activation_checkpointing=2"]),
     "tied, checkpointed": ("gpt2", True, [ON, DEPTH]),
     "untied, frozen": ("qwen3", False, [OFF, FROZEN]),
     "untied, frozen, checkpointed": ("qwen3", False, [ON, DEPTH, FROZEN]),

@@ -255,21 +255,8 @@ def test_values_that_overflow_fp16_are_all_named(tmp_path: Path) -> None:
     export(run, tmp_path / "out", dtype="bf16", check=True)
 
 
-# -- weights that a run exports at its end: their record describes the weights that are there --------------------------
-
-
-def test_the_weights_of_a_run_without_checkpoints_are_its_masters(tmp_path: Path) -> None:
-    model = model_directory(tmp_path / "run/model", "gpt2")
-    record: Any = SimpleNamespace(identity={}, run={"config": {}})
-    with engine(model) as made:
-        train(made, batches(1))
-        layout = [place.weight for unit in made.offloaded.units for place in unit.places]
-        place = write_final(made.named_master_parameters(), layout, tmp_path / "run", record=record, step=1)
-        assert_same(tensors_in(place), masters(made))
-
-
 @pytest.mark.slow
-def test_a_kill_while_they_are_written_leaves_an_earlier_run_s_as_they_are(
+def test_a_kill_while_a_run_exports_its_last_weights_leaves_an_earlier_runs_and_no_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record: Any = SimpleNamespace(identity={}, run={"config": {}})
@@ -290,8 +277,6 @@ def test_a_kill_while_they_are_written_leaves_an_earlier_run_s_as_they_are(
 
     assert [step_after(10), step_after(20, killed=True), step_after(20)] == [10, None, 20]
 
-
-# -- chat models -----------------------------------------------------------------------------------------------------
 
 END, TURN = 0, 2048
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

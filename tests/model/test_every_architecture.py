@@ -1,7 +1,4 @@
-"""Tests of selected architectures against transformers, plain torch and the plan's fetches of their units.
-
-scripts/every_architecture.py tests all of them.
-"""
+"""Tests of selected architectures against transformers, torch and the plan; scripts/every_architecture.py has all."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -180,8 +177,6 @@ def test_dropout_is_the_same_in_every_placement(architecture: str, folder: Path,
         assert train(ours, batches(6), accumulate=2, before=between) == expected
         assert_same(masters(ours), weights)
 
-
-# -- how often units are fetched to the device, whatever order the model registers them in -----------------------------
 
 FETCHED = {
     "Bart": "a decoder, whose embeddings have a norm",

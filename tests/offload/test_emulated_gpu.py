@@ -147,7 +147,6 @@ def test_a_further_micro_batch_waits_at_most_once(tmp_path: Path, monkeypatch: p
 
 
 def test_planted_faults_are_caught(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither rows that stay on the host nor memory that is freed too early goes unnoticed."""
     model = model_directory(tmp_path / "gpt2", "gpt2")
     mixed = pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cpu")
     for owner, name, fault, error in (

@@ -289,8 +289,6 @@ def test_ordered_norms_do_not_depend_on_the_chunk_size() -> None:
     assert torch.isinf(ordered_norm(torch.tensor([1.0, float("inf"), 2.0])))
 
 
-# -- several ranks -----------------------------------------------------------------------------------------------------
-
 MICRO, STEPS = 2, 3  # micro-batches of each rank in a step
 SHAPES = {  # pieces of norms are inside one rank's elements, or span two or all; some ranks have no elements of a unit
     **{"wte": (50, 100), "h.0.w": (60, 100), "h.0.none": (9000,), "h.0.b": (60,)},

@@ -92,7 +92,6 @@ for (one, model), (other, place) in product(enumerate(MODELS), enumerate(PLACES)
 
 
 def drawn(dice: random.Random) -> tuple[str, int, tuple[str, ...]]:
-    """Return a case with a random value of everything."""
     model, dtype = dice.choice([*MODELS]), dice.choice(["bf16", "fp16", "fp32"])
     rule = dice.choice(["adamw", "adamw", "adamw", "muon"])
     keys = {

@@ -305,10 +305,6 @@ def test_an_evaluation_is_plain_torchs_and_draws_no_dropout(build: Build) -> Non
 COPIES = ["--optimizer", "nvme", "tiered.state_copies=2"]
 
 
-def lease(drive: Path) -> Path:
-    return next((drive / "offload-trainer").glob("run-*"))
-
-
 def test_files_hold_one_whole_step_at_every_moment(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,13 +315,13 @@ def test_files_hold_one_whole_step_at_every_moment(
 
     with engine(build.model, *COPIES, drives=drives) as ours:
         ours.offloaded.enable_manifest(model=tmp_path)
-        assert stored_masters(lease(drives[0])) is None
+        assert stored_masters(next(drives[0].glob("offload-trainer/run-*"))) is None
         before: dict[str, torch.Tensor] = {}
 
         def looked(*given: Any, **words: Any) -> None:
             update(*given, **words)
             if before:
-                step, found = stored_masters(lease(drives[len(seen) % 2]))
+                step, found = stored_masters(next(drives[len(seen) % 2].glob("offload-trainer/run-*")))
                 assert_same(found, before)
                 seen.append(step)
 

@@ -6,7 +6,6 @@ import re
 import time
 import zlib
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,10 +26,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the directory that `counted_once` shares between the workers and the commands that they start.
+    """Make the directory of `counted_once` for all processes; those with tests import `commands` before anything else.
 
-    Processes with tests import `commands` before anything else, which sets the libraries' environment. pytest-xdist's
-    first process has none; without torch it starts its workers 3 seconds sooner.
+    pytest-xdist's first process has none; without torch it starts its workers 3 seconds sooner.
     """
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
     if not is_worker:
@@ -55,16 +53,14 @@ def _is_quick(config: pytest.Config) -> bool:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Import no file whose tests are all slow: collecting takes a tenth of a quick run."""
-    if collection_path.suffix == ".py" and _is_quick(config) and _ALL_SLOW.search(collection_path.read_text()):
-        return True
-    return None
+    all_slow = collection_path.suffix == ".py" and _is_quick(config) and _ALL_SLOW.search(collection_path.read_text())
+    return True if all_slow else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Start the slowest tests first: one that starts last leaves all but one worker idle at the end.
+    """Start the slowest tests first, so that no worker idles at the end.
 
-    In a quick run, leave out tests with a marker of `_NOT_QUICK`, and all but one case of each test that trains; --seed
-    chooses it. Files of `_WHOLE` keep every case.
+    In a quick run, leave out tests of `_NOT_QUICK`, and all but one case of each test that trains; --seed chooses it.
     """
     items.sort(key=_seconds, reverse=True)
     if not _is_quick(config):
@@ -138,9 +134,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """Undo what a test, or a command that ran in this process, sets for it: the kernel, torch's 16-bit products,
-    threads and default dtype, and the environment.
-    """
+    """Undo what a test, or a command in this process, sets: kernel, 16-bit products, threads, dtype, environment."""
     import torch
 
     from offload_trainer.engine import cpu_matmul
@@ -159,16 +153,13 @@ def as_before() -> Iterator[None]:
     os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
-_boxes = count()
-
-
 @pytest.fixture
 def box() -> Iterator[Path]:
     """Yield a memory cgroup limited to LIMIT; skip the test if this user may not create one."""
     from commands import LIMIT
 
     v1 = Path("/sys/fs/cgroup/memory")
-    folder = (v1 if v1.is_dir() else Path("/sys/fs/cgroup")) / f"offload-trainer-test-{os.getpid()}-{next(_boxes)}"
+    folder = (v1 if v1.is_dir() else Path("/sys/fs/cgroup")) / f"offload-trainer-test-{os.getpid()}"
     name = "memory.limit_in_bytes" if v1.is_dir() else "memory.max"
     try:
         folder.mkdir()

@@ -28,11 +28,6 @@ MARKED = (
 )
 # A turn's end is followed by a line end, as in ChatML.
 LINES = TEMPLATE.replace("<end>", "<end>\n")
-# The last answer is rendered with (empty) reasoning, earlier ones without.
-THOUGHTS = (
-    "{% for message in messages %}<{{ message.role }}>{% if message.role == 'assistant' and loop.last %}(so)\n"
-    "{% endif %}{{ message.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 # An answer is rendered in another place than its message, too.
 TWICE = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}" + TEMPLATE
 # Turns end with a line, which ends no generation.
@@ -40,7 +35,6 @@ LINES_ALONE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-
 
 TALK = [
     message("system", "Be brief."),
@@ -109,7 +103,6 @@ _ASKED, _TOLD = turns("How warm is room 7?", "Nineteen degrees.")
 _TWO_ROOMS, _BOTH_TOLD = turns("Rooms 7 and 8?", "19 and 21.")
 _SUM, _SIX = turns("2+2?", "4"), turns("3+3?", "6")
 _THOUGHT = "<think>\nTwo and two make four.\n</think>\n\n4"
-_THANKED = turns("Thanks", "Welcome.")
 _UNLEARNED = turns("a?", "A one.", "b?", "B two.", "c?", "C three.", "d?", "D four.", "e?", "E five.")
 _UNLEARNED[3]["weight"], _UNLEARNED[7]["train"] = 0, False
 _ENDS = "<|im_end|> or </s> or <|end|> or <end_of_turn> or <|eot_id|>"
@@ -139,7 +132,7 @@ _WITHOUT_TOOLS = {
 _WITH_TOOLS = {
     "a call": [_ASKED, _call(), _READ, _TOLD],
     "a call with text": [_ASKED, _call(content="Let me look."), _READ, _TOLD],
-    "a call, then a question": [_ASKED, _call(), _READ, _TOLD, *_THANKED],
+    "a call, then a question": [_ASKED, _call(), _READ, _TOLD, *turns("Thanks", "Welcome.")],
     "a call with arguments as text": [_ASKED, _call(arguments='{"room": "7"}'), _READ, _TOLD],
     "two calls": [_TWO_ROOMS, _both(_call(), _call("8", 6)), _READ, _result("21", 6), _BOTH_TOLD],
     "two calls in a row": [_TWO_ROOMS, _call(), _READ, _call("8"), _result("21"), _BOTH_TOLD],
@@ -172,19 +165,14 @@ def learned(found: Encoded, *, tokenizer: Any = None) -> list[str]:
     return [tokenizer.decode([id_ for id_, _ in run]) for counted, run in runs if counted]
 
 
-def by_transformers(messages: list[dict[str, Any]]) -> Encoded:
-    """Return ids and the mask of answer tokens as transformers computes them from the template's generation marks."""
-    tokenizer = chat_tokenizer(MARKED)
-    found = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    return Encoded(found["input_ids"], [bool(mask) for mask in found["assistant_masks"]])
-
-
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED])
 @pytest.mark.parametrize("messages", [TALK, TALK[1:3], TALK[2:], TALK[:4]])
 def test_answers_are_those_that_transformers_counts(messages: list[dict[str, Any]], template: str) -> None:
-    expected = by_transformers(messages)
-    assert sum(expected.counted) > 5
-    assert encoded({"messages": messages}, form="chat", template=template) == expected
+    marks = {"return_dict": True, "return_assistant_tokens_mask": True}
+    expected = chat_tokenizer(MARKED).apply_chat_template(messages, **marks)
+    assert sum(expected["assistant_masks"]) > 5
+    found = Encoded(expected["input_ids"], [bool(mask) for mask in expected["assistant_masks"]])
+    assert encoded({"messages": messages}, template=template) == found
 
 
 def test_answers_that_cannot_be_proven_are_refused() -> None:
@@ -194,6 +182,10 @@ def test_answers_that_cannot_be_proven_are_refused() -> None:
         with pytest.raises(UserError, match=f"here, line 1: .* {reason}.*give data.chat_template=FILE"):
             encoded({"messages": TALK}, template=template)
         assert all(encoded({"messages": TALK}, template=template, everything=True).counted)
+    # A template that refuses the search is not said to refuse the conversation.
+    strict = "{% if messages[-1].content not in ('Hi?', 'No') %}{{ raise_exception('x') }}{% endif %}" + TEMPLATE
+    with pytest.raises(UserError, match=r"message 2 is an answer .* cannot be proven: .*or data.train_on=all"):
+        encoded({"messages": turns("Hi?", "No")}, template=strict)
 
 
 # Each template without generation marks: what is learned of `TALK`.
@@ -201,7 +193,10 @@ ANSWERS = ["Uno é.\n\nSì.<end>", " due <end>"]
 HEADED = "{% for m in messages %}<{{ m.role }}>"
 UNMARKED = {
     "a line end behind each turn": (LINES, ANSWERS),
-    "thoughts of the last answer alone": (THOUGHTS, [ANSWERS[0], "(so)\n" + ANSWERS[1]]),
+    "thoughts of the last answer alone": (
+        LINES.replace("}}>{{", "}}>{% if message.role == 'assistant' and loop.last %}(so)\n{% endif %}{{"),
+        [ANSWERS[0], "(so)\n" + ANSWERS[1]],
+    ),
     "the number of messages first": ("{{ messages | length }}" + TEMPLATE, ANSWERS),
     "no generation prompt": (TEMPLATE.partition("{% if add")[0], ANSWERS),
     "end-of-text behind the conversation": (TEMPLATE.replace("{% endif %}", "{% else %}<pad>{% endif %}"), ANSWERS),
@@ -238,7 +233,7 @@ def test_answers_without_marks(name: str) -> None:
 
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED])
 def test_answers_with_the_end_of_a_turn_in_them_and_those_that_are_not_to_be_learned(template: str) -> None:
-    talk = [message("user", "a<end>"), message("assistant", "b<end>"), message("assistant", "<end>c")]
+    talk = [*turns("a<end>", "b<end>"), message("assistant", "<end>c")]
     assert learned(encoded({"messages": talk}, template=template)) == ["b<end><end>", "<end>c<end>"]
     first = [message("assistant", "no", weight=0) if n == 2 else one for n, one in enumerate(TALK)]
     for form, record in (("chat", {"messages": first}), ("pairs", {"prompt": TALK[:4], "completion": TALK[4:]})):
@@ -246,7 +241,6 @@ def test_answers_with_the_end_of_a_turn_in_them_and_those_that_are_not_to_be_lea
 
 
 # -- generation marks, and the templates that trl knows ----------------------------------------------------------------
-
 
 _LACKS = "{% if messages[0].role != 'system' %}{{ raise_exception('a system message is needed') }}{% endif %}"
 _SHORT = "{% if messages | length < 4 %}{{ raise_exception('a longer conversation is needed') }}{% endif %}"
@@ -383,7 +377,6 @@ def test_masks_are_those_of_trls_variants(name: str) -> None:
 
 
 def test_the_ends_of_answers_end_generation_and_the_template_is_kept(tmp_path: Path) -> None:
-    """A run knows the tokens that end GLM's answers, which its end-of-text does not, and keeps its template."""
     tokenizer_of("glm4moe").save_pretrained(tmp_path / "model")
     file = tmp_path / "chat.jsonl"
     file.write_text((json.dumps(CONVERSATIONS["single"]) + "\n") * 3)
@@ -412,7 +405,6 @@ def test_the_variant_is_the_one_that_trl_finds() -> None:
 
 
 def test_without_trl_the_answers_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without trl a template that hides the end of a turn is refused; in others no header is learned."""
     for name in ("find_spec", "is_installed"):
         monkeypatch.setattr(loss_mask, name, lambda package: None)
     single, multi, calls = (CONVERSATIONS[name] for name in ("single", "multi", "a call, then a question"))
@@ -448,7 +440,6 @@ ALTERNATING = (
 )
 @pytest.mark.parametrize("name", ["alternating", "gemma4", "gemma4_v5"])
 def test_calls_of_tools_without_marks(name: str, case: str) -> None:
-    """Calls are found under templates that allow no other answer in their place."""
     tokenizer = chat_tokenizer(ALTERNATING) if name == "alternating" else tokenizer_of(name)
     encoder = AnswerEncoder(tokenizer, everything=False)
     (found,) = encoder.encode([example_of(CONVERSATIONS[case], form="chat", where="here, line 1")])
@@ -465,15 +456,7 @@ def test_calls_of_tools_without_marks(name: str, case: str) -> None:
     assert {stop, end} <= set(tokenizer.convert_ids_to_tokens(encoder.end_ids))
 
 
-def test_a_template_that_refuses_the_search_is_not_said_to_refuse_the_conversation() -> None:
-    talk = [message("user", "Hi?"), message("assistant", "No")]
-    template = "{% if messages[-1].content not in ('Hi?', 'No') %}{{ raise_exception('x') }}{% endif %}" + TEMPLATE
-    with pytest.raises(UserError, match=r"message 2 is an answer .* cannot be proven: .*or data.train_on=all"):
-        encoded({"messages": talk}, template=template)
-
-
-AS_TEXT, AS_OBJECT = '{"city":"Ōsaka"}', {"city": "Ōsaka"}
-# What a template writes for arguments: what becomes of text and of an object.
+# What a template writes for arguments: what becomes of them, given as text and as an object.
 ARGUMENTS = {
     "'(' + call.function.arguments + ')'": ('({"city":"Ōsaka"})', '({"city": "Ōsaka"})'),
     "call.function.arguments": ('{"city":"Ōsaka"}', '{"city": "Ōsaka"}'),
@@ -489,20 +472,15 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize("written", ARGUMENTS)
 def test_arguments_have_the_form_that_the_template_prints(written: str) -> None:
-    template = TEMPLATE.replace(
-        "{{ message.content }}",
-        "{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function.name }}{{ "
-        + written
-        + " }}{% endfor %}",
-    )
-    for given, expected in zip((AS_TEXT, AS_OBJECT), ARGUMENTS[written], strict=True):
+    calls = "{% for call in message.tool_calls or [] %}{{ call.function.name }}{{ " + written + " }}{% endfor %}"
+    template = TEMPLATE.replace("{{ message.content }}", "{{ message.content }}" + calls)
+    for given, expected in zip(('{"city":"Ōsaka"}', {"city": "Ōsaka"}), ARGUMENTS[written], strict=True):
         call = {"type": "function", "function": {"name": "f", "arguments": given}}
-        talk = [message("user", "a"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+        talk = [message("user", "a"), message("assistant", None, tool_calls=[call])]
         assert learned(encoded({"messages": talk}, template=template)) == [f"f{expected}<end>"]
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
-
 
 PAD = 2  # chat_tokenizer's end-of-text
 
@@ -528,10 +506,8 @@ def test_each_conversation_has_its_row_and_padding_is_told_from_pad_tokens() -> 
     given = [ends, conversation(6, first=30, answer=2), Encoded([20, PAD], [False, True])]
     assert padding_of(np.array(rows_of(encoder, given), dtype=np.uint32)).tolist() == [3, 0, 4]
     encoder = token_spec(seq_len=6, packing="on").encoder("chat")
-    packed = [
-        *rows_of(encoder, [ends, given[2], conversation(6, first=30, answer=6)]),
-        next(encoder.encode([])).tolist(),
-    ]
+    packed = rows_of(encoder, [ends, given[2], conversation(6, first=30, answer=6)])
+    packed.append(next(encoder.encode([])).tolist())
     assert sorted(padding_of(np.array(packed, dtype=np.uint32)).tolist()) == [0, 1]
 
 
@@ -578,13 +554,8 @@ def test_conversations_of_a_packed_row_have_their_own_positions_and_targets(tmp_
 def test_a_file_of_rows_is_for_the_settings_that_it_was_made_with(tmp_path: Path) -> None:
     file = tmp_path / "chat.jsonl"
     file.write_text(lines({"messages": talk} for talk in (TALK[1:3], TALK[3:], TALK[1:3])))
-    settings: tuple[dict[str, Any], ...] = (
-        {},
-        {"packing": "on"},
-        {"seq_len": 60},
-        {"train_on": "all"},
-        {"tokenizer": chat_tokenizer(LINES)},
-    )
+    settings: list[dict[str, Any]] = [{}, {"packing": "on"}, {"seq_len": 60}, {"train_on": "all"}]
+    settings.append({"tokenizer": chat_tokenizer(LINES)})
     made = [prepared(file, **{"seq_len": 80} | more) for more in settings]
     apart, packed = made[:2]
     assert len({tokens.path for tokens in made}) == len({tokens.sums for tokens in made}) == 5
@@ -604,11 +575,8 @@ def test_a_file_of_rows_is_for_the_settings_that_it_was_made_with(tmp_path: Path
 
 
 def test_forms_are_known_by_the_keys_of_the_first_line(tmp_path: Path) -> None:
-    lines = {
-        "text": {"text": "x", "messages": TALK},
-        "chat": {"messages": TALK},
-        "alpaca": {"instruction": "a", "output": "b"},
-    }
+    lines = {"text": {"text": "x", "messages": TALK}, "chat": {"messages": TALK}}
+    lines["alpaca"] = {"instruction": "a", "output": "b"}
     files = {name: tmp_path / f"{name}.jsonl" for name in lines}
     for name, record in lines.items():
         files[name].write_text("\n" + json.dumps(record) + "\n")

@@ -66,10 +66,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
     return KINDS[request.param]()
 
 
-def test_ids_are_those_of_the_text_in_one_piece(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sixty chunks of a text give the ids of the uncut text."""
+def test_ids_are_those_of_the_whole_text(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "PIECE", 1000)
     monkeypatch.setattr(packing, "BATCH_CHARACTERS", 3000)
     path = tmp_path / "a.txt"
@@ -103,9 +100,7 @@ def test_pieces_are_bounded_and_join_to_the_text(text: str, monkeypatch: pytest.
     assert list(cutter.pieces([])) == list(cutter.pieces(["", ""])) == []
 
 
-def test_pieces_are_cut_between_lines_that_are_not_blank_and_other_cuts_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_end_between_lines_and_other_cuts_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "PIECE", 12)
     cutter = DocumentEncoder(ByT5Tokenizer(), text_field="text")  # its tokens are bytes
     found = [piece.text for piece in cutter.pieces(["aaa\nbbb\n\n\n", "\n\nccc\nddd"])]
@@ -172,10 +167,7 @@ class Marked(NamedTuple):
 
 
 @pytest.mark.parametrize("name", [*CONVENTIONS, "ByT5"])
-def test_documents_begin_and_end_as_the_tokenizer_marks_them(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Documents have the ids that transformers gives for each, prepared in pieces or streamed."""
+def test_documents_have_the_tokenizers_marks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "PIECE", 700)
     marked = Marked.of(name)
     texts = ["one", "a second text\n", CORPUS[:2000]]
@@ -247,15 +239,6 @@ def test_packed_documents_begin_with_their_marks(tmp_path: Path) -> None:
         run_data(path, vocabulary=4000, seq_len=4, packing="on", tokenizer=str(tmp_path / "opt"))
 
 
-def test_tokenizers_that_differ_in_their_marks_alone_have_different_fingerprints() -> None:
-    """So their token files in a cache differ. This includes those without a tokenizer.json."""
-    first, second = (Marked.of(name).tokenizer for name in ("Llama 2", "Llama 2 with add_eos_token"))
-    assert tokenizer_fingerprint(first) != tokenizer_fingerprint(second)
-    other = ByT5Tokenizer()
-    other.build_inputs_with_special_tokens = lambda ids, _=None: [5, *ids]
-    assert tokenizer_fingerprint(other) != tokenizer_fingerprint(ByT5Tokenizer())
-
-
 # -- tokenizers -----------------------------------------------------------------------------------------------------
 
 
@@ -293,6 +276,11 @@ def test_the_fingerprint_tells_tokenizers_apart_and_ignores_call_settings() -> N
     one(["a b a"], truncation=True, max_length=2)
     assert one.backend_tokenizer.truncation is not None
     assert tokenizer_fingerprint(one) == fingerprint
+    first, second = (Marked.of(name).tokenizer for name in ("Llama 2", "Llama 2 with add_eos_token"))
+    assert tokenizer_fingerprint(first) != tokenizer_fingerprint(second)
+    other = ByT5Tokenizer()
+    other.build_inputs_with_special_tokens = lambda ids, _=None: [5, *ids]
+    assert tokenizer_fingerprint(other) != tokenizer_fingerprint(ByT5Tokenizer())
     assert vocabulary_size(small_tokenizer({"?": 0, "a": 9})) == 10  # the ids between them count
 
 

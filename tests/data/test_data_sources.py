@@ -30,17 +30,7 @@ def test_directories_are_walked_in_order_and_files_taken_as_named(tmp_path: Path
     assert sources == [*(tmp_path / name for name in (*contents, "d/a/c.JSONL", "d/a/z.md", "d/b.txt")), BUILTIN_CORPUS]
 
 
-def test_every_missing_path_is_named_at_once_and_a_pipe_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "here.txt").write_text("x")
-    gone = f"no such file or directory: {tmp_path}/gone.txt, {tmp_path}/lost; correct the path"
-    with pytest.raises(UserError, match=f"^{re.escape(gone)}$"):
-        find_sources([str(tmp_path / name) for name in ("gone.txt", "here.txt", "lost")])
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match="only once"):
-        find_sources([str(tmp_path / "pipe")])
-
-
-def test_a_directory_without_text_and_tokens_beside_text_are_refused(tmp_path: Path) -> None:
+def test_paths_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "train.bin").write_bytes(b"\0\0")
     with pytest.raises(UserError, match=r"no \.txt, \.md, \.jsonl.*--data .*train\.bin"):
         find_sources([str(tmp_path)])
@@ -49,6 +39,12 @@ def test_a_directory_without_text_and_tokens_beside_text_are_refused(tmp_path: P
         find_sources([str(tmp_path / "a.txt"), str(tmp_path / "train.bin")])
     shards = [tmp_path / "train.bin", tmp_path / "train.bin"]
     assert find_sources([str(shard) for shard in shards]) == shards
+    gone = f"no such file or directory: {tmp_path}/gone.txt, {tmp_path}/lost; correct the path"
+    with pytest.raises(UserError, match=f"^{re.escape(gone)}$"):
+        find_sources([str(tmp_path / name) for name in ("gone.txt", "a.txt", "lost")])
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="only once"):
+        find_sources([str(tmp_path / "pipe")])
 
 
 @pytest.mark.parametrize(
@@ -64,9 +60,7 @@ def test_a_directory_without_text_and_tokens_beside_text_are_refused(tmp_path: P
         ("a.dump", b'{"text": "a"}\n{"text": "b"}\n', r"a JSON object; rename it to \.jsonl"),
     ],
 )
-def test_what_would_be_trained_on_as_raw_text_is_refused_with_what_to_do(
-    name: str, content: bytes, message: str, tmp_path: Path
-) -> None:
+def test_what_would_be_learned_as_raw_text_is_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         find_sources([str(tmp_path / name)])
@@ -207,18 +201,14 @@ def test_validation_reads_no_training_files(readme: str, files: list[str], split
         ("---\nconfigs: [{data_dir: a}, {config_name: b}]\n---\n", ["a/0.jsonl"], "configurations default, b: name"),
     ],
 )
-def test_a_directory_that_leaves_a_choice_is_refused(
-    readme: str, files: list[str], message: str, tmp_path: Path
-) -> None:
+def test_a_directory_with_a_choice_is_refused(readme: str, files: list[str], message: str, tmp_path: Path) -> None:
     filled(tmp_path / "x", ["outside.jsonl"])
     with pytest.raises(UserError, match=message):
         find_sources([str(filled(tmp_path / "data", files, readme=readme))], validation=files == ["train.jsonl"])
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.zst", "hub:a/b", "stream:a/b"])
-def test_without_a_library_the_line_says_what_to_install(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_library_to_install_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = "datasets" if ":" in name else "pyarrow"
     monkeypatch.setattr(sources, "is_installed", lambda wanted: wanted != library)
     if library == "pyarrow":
@@ -251,7 +241,6 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("corpus")
 def test_rows_of_a_data_set_are_the_splits(tmp_path: Path) -> None:
-    """A data set gives the same tokens as its rows in a jsonl file."""
     both = documents_of(*find_sources(["hub:someone/corpus:test", "hub:someone/corpus/default:train"]))
     assert both == [*(f"test {number}" for number in range(3)), *(f"train {number}" for number in range(3))]
     ours, expected = (
@@ -272,9 +261,7 @@ def test_rows_of_a_data_set_are_the_splits(tmp_path: Path) -> None:
         ("nobody/corpus", "for a dataset of the hub use --data hub:nobody/corpus"),
     ],
 )
-def test_data_sets_that_cannot_be_loaded_say_what_to_do(
-    wish: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_sets_that_cannot_be_loaded(wish: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # they read the environment on import
     for libraries in (datasets.config, huggingface_hub.constants):
         monkeypatch.setattr(libraries, "HF_HUB_OFFLINE", True)

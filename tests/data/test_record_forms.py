@@ -40,7 +40,6 @@ A = "assistant"
 
 
 def share(role: str, text: Any, **more: Any) -> dict[str, Any]:
-    """Return a message in ShareGPT's format."""
     return {"from": role, "value": text} | more
 
 
@@ -69,7 +68,6 @@ CALLED = (
     json.dumps(TOOL)
     + '<user>Rain?<end><assistant>«[weather {"city": "Oslo"}]<end>»<tool>wet<end><assistant>«Yes.<end>»'
 )
-SHOUTED = row("a", "A", system="Shout.")
 UNLEARNED = "<user>a<end><assistant>A<end>" + row("b", "B")
 # project and form: (a record, the row's text with trained spans in « », or a pattern of the refusal)
 FORMS: dict[str, tuple[dict[str, Any], str]] = {
@@ -117,7 +115,10 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         talk(message(A, [{"type": "text", "text": "A", "train": False}])),
         "message 1 mixes parts to train on with others",
     ),
-    "axolotl open_orca": ({"system_prompt": "Shout.", "question": "a", "response": "A"}, SHOUTED),
+    "axolotl open_orca": (
+        {"system_prompt": "Shout.", "question": "a", "response": "A"},
+        row("a", "A", system="Shout."),
+    ),
     "axolotl oasst": (
         {"INSTRUCTION": "a", "RESPONSE": "A"},
         "no field 'text'; there are: INSTRUCTION, RESPONSE.*'instruction' and 'output'",
@@ -217,9 +218,7 @@ LOOKS = message(A, "Let me see.", tool_calls=[CALL])
         ),
     ],
 )
-def test_calls_tools_and_messages_that_a_template_drops_are_named(
-    record: dict[str, Any], template: str, field: str, tmp_path: Path
-) -> None:
+def test_what_a_template_drops_is_named(record: dict[str, Any], template: str, field: str, tmp_path: Path) -> None:
     """TRL trains on such conversations without a word."""
     _, tokens = prepared(tmp_path, record, template=template)
     assert f"'{field}' in 1 (first: " in tokens.summary

@@ -21,7 +21,6 @@ from forked_ranks import call_ranks
 from pyarrow import Table, parquet
 from sample_chats import chat_tokenizer, lines, message, token_spec, turns
 from seen_calls import calls_of
-from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from offload_trainer.data import stream
@@ -78,7 +77,6 @@ def written(path: Path, kind: str) -> Path:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Return a jsonl file with the documents."""
     return written(tmp_path / "data.jsonl", "text")
 
 
@@ -214,17 +212,11 @@ def test_each_setting_makes_another_stream(tmp_path: Path) -> None:
     assert streams[0].summary == prepared(path, tokenizer=tokenizer).summary
 
 
-def dated(date: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose template prints a date, an expression of Jinja, in front of each conversation."""
-    tokenizer = chat_tokenizer()
-    tokenizer.chat_template = f"{{{{ {date} }}}}|{sample_chats.TEMPLATE}"
-    return tokenizer
-
-
 def test_a_template_prints_the_date_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows have data.template_date, whatever day it is, so they are those of a template with that date in it."""
     path = written(tmp_path / "data.jsonl", "chat")
-    now, fixed = dated('strftime_now("%d %b %Y")'), dated('"31 Jan 2026"')
+    dates = ('{{ strftime_now("%d %b %Y") }}|', "31 Jan 2026|")
+    now, fixed = (chat_tokenizer(date + sample_chats.TEMPLATE) for date in dates)
     expected = ids_of(path, tokenizer=fixed)
     for days in (0, 1, 400):
         moved = SimpleNamespace(now=lambda days=days: datetime.now() + timedelta(days))
@@ -275,7 +267,6 @@ def test_rows_are_shuffled_inside_blocks(data: Path, tmp_path: Path, parsed: lis
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("changed", [0, 60])
 def test_another_text_is_noticed(changed: int, data: Path, tmp_path: Path) -> None:
-    """Documents that have changed at a seek point from which a run resumes are refused."""
     first = tokens(data)
     first.remember(tmp_path / "points.jsonl", writes=True)
     rows(first, *range(2133))
@@ -307,9 +298,7 @@ def test_another_text_is_noticed(changed: int, data: Path, tmp_path: Path) -> No
         ([{"prompt": "a", "chosen": "b", "rejected": "c"}], UserError, "line 1: a line with 'chosen' and 'rejected'"),
     ],
 )
-def test_names_and_records_that_are_refused(
-    given: str | list[dict[str, Any]], error: type[Exception], told: str, tmp_path: Path
-) -> None:
+def test_what_is_refused(given: str | list[dict[str, Any]], error: type[Exception], told: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a text")
     if not isinstance(given, str):
         (tmp_path / "a.jsonl").write_text(lines(given))
@@ -358,7 +347,6 @@ PACKED = ["data.packing=on", "data.shuffle=3", "model.overrides.resid_pdrop=0.1"
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [PAGE_FILES, PACKED], ids=["page files", "packed"])
 def test_a_killed_run_resumes_bit_for_bit(more: list[str], text: Path, tmp_path: Path, drive: Path) -> None:
-    """A run that is killed resumes from a checkpoint or from page files, in the second pass over the data, too."""
     path = text.with_name("talks.jsonl") if more is PACKED else text
     words = [*WORDS, "--accumulate", "4", "--data", f"stream:{path}", "--nvme", drive, *more]
     whole = call(*words, output=tmp_path / "whole")

@@ -1,11 +1,7 @@
 """Run commands and scripts, mostly in forks of a process that has imported the libraries, and read what they leave.
 
-Importing is most of a small run's time. The parent of the forks is a fork server of `multiprocessing`. It computes
-nothing and has one thread, so a fork is as good as a new process: the environment, directory, umask and files are set
-before anything runs, the script runs as `__main__`, and exit codes and signals are real. But libraries have already
-read their environment (OpenMP has 1 thread except for torch's own, HF_HUB_OFFLINE is 1), startup takes no time, all
-forks share the hash salt, and activations of a model that another process of the test run has counted are not counted
-again. Tests to which that matters start a new process.
+Importing is most of a small run's time. Unlike a new process, a fork has libraries that have already read their
+environment, the hash salt of all forks, and `cached_counts`. Tests to which that matters start a new process.
 """
 
 import atexit
@@ -19,7 +15,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -33,9 +29,7 @@ from safetensors.torch import load_file
 
 HELPERS = Path(__file__).resolve().parent
 FAULTY = HELPERS / "run_with_fault.py"
-
-# Variables that a launcher of ranks sets.
-LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+COMMAND = str(HELPERS.parents[1] / "offload_trainer" / "__main__.py")
 # The model's embedding is larger than all else, and its sizes do not divide evenly. It uses one thread, since two tests
 # run at the same time.
 TINY = [
@@ -47,24 +41,16 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)  # Several tests run at the same time.
 KILL = signal.SIGKILL
 LIMIT = 3 << 29  # bytes (1.5 GiB)
-_RANKS = ("--gpus", "placement.gpus")
-_NUMBERS = {  # what runs are compared by in their files of lines
-    "metrics": ("step", "tokens", "loss", "grad_norm", "lr", "loss_scale", "skipped"),
-    "evaluations": ("step", "validation_loss"),
-}
-COMMAND = str(HELPERS.parents[1] / "offload_trainer" / "__main__.py")
 _OURS = [f"offload_trainer.{name}" for name in ("engine.tiered", "run.export", "run.loop", "run.train")]
-_LIBRARIES = ["transformers.models.gpt2.modeling_gpt2", *_OURS, "counted_once"]
-_DEEPSPEED = ["deepspeed.ops.adam", "deepspeed.runtime.zero.muon.muon_optimizer"]  # of these it checks every optimizer
-
-
-# -- forks -------------------------------------------------------------------------------------------------------------
 
 
 @cache
 def _server(*, stock: bool) -> forkserver.ForkServer:
     server = forkserver.ForkServer()
-    server.set_forkserver_preload([*_LIBRARIES, *_DEEPSPEED * stock, "commands"])
+    libraries = ["transformers.models.gpt2.modeling_gpt2", *_OURS, "counted_once"]
+    if stock:  # it checks every optimizer by these
+        libraries += ["deepspeed.ops.adam", "deepspeed.runtime.zero.muon.muon_optimizer"]
+    server.set_forkserver_preload([*libraries, "commands"])
     given = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu"}
     given |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     given["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
@@ -129,9 +115,6 @@ if "deepspeed" in sys.modules:  # py-cpuinfo takes a second for an answer that n
     cpuinfo.get_cpu_info()
 
 
-# -- commands ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Run:
     """The result of a finished command: exit code, combined output, and run directory."""
@@ -151,7 +134,8 @@ class Run:
 
 def environment(**extra: str) -> dict[str, str]:
     """Return the environment without a launcher's variables, plus `extra`."""
-    return {key: value for key, value in os.environ.items() if key not in (*LAUNCHED, "OMP_NUM_THREADS")} | extra
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    return {key: value for key, value in os.environ.items() if key not in dropped} | extra
 
 
 def command(*words: object) -> list[str]:
@@ -161,14 +145,11 @@ def command(*words: object) -> list[str]:
 def start(
     *argv: object, stdout: Path, stderr: Path, own: bool = False, stock: bool = False, **extra: str
 ) -> Fork | subprocess.Popen[bytes]:
-    """Start a Python script (`COMMAND` for ours) with its output in files, in a fork unless `own` asks for a process.
-
-    `stock` says that the script imports DeepSpeed, as some of its words also imply; on a GPU it is never forked.
-    torchrun always gets a new process, since it starts its ranks from there.
-    """
+    """Start a script in a fork, or with `own` in a new process. `stock`: it imports DeepSpeed, as some words imply."""
     words, there = list(map(str, argv)), environment(**extra)
     stock = stock or any(word.startswith("deepspeed") for word in words)
-    if own or any(word.startswith(_RANKS) for word in words) or (stock and torch.cuda.is_available()):
+    launches = any(word.startswith(("--gpus", "placement.gpus")) for word in words)  # torchrun starts ranks from there
+    if own or launches or (stock and torch.cuda.is_available()):
         with open(stdout, "ab") as out, open(stderr, "ab") as err:
             return subprocess.Popen([sys.executable, *words], stdout=out, stderr=err, env=there)
     return Fork(words, stdout=stdout, stderr=stderr, env=there, stock=stock)
@@ -182,9 +163,12 @@ def run_script(*argv: object, own: bool = False, stock: bool = False, **extra: s
         return subprocess.CompletedProcess(list(argv), code, *(path.read_text(errors="replace") for path in (out, err)))
 
 
-def call(*words: object, output: Path, check: bool = True, script: object = COMMAND) -> Run:
+ask = partial(run_script, COMMAND)  # `offload-train WORDS`
+
+
+def call(*words: object, output: Path, check: bool = True) -> Run:
     """Run `offload-train WORDS --output OUTPUT` and wait for it. With `check`, assert that it succeeds."""
-    done = run_script(script, *words, "--output", output)
+    done = ask(*words, "--output", output)
     run = Run(done.returncode, done.stdout + done.stderr, output)
     assert not check or run.code == 0, run.text[-4000:]
     return run
@@ -195,11 +179,6 @@ def faulty(fault: str, *words: object, output: Path | None = None, **extra: str)
     named = [] if output is None else ["--output", output]
     done = run_script(FAULTY, fault, *words, *named, **extra)
     return Run(done.returncode, done.stdout + done.stderr, output or Path())
-
-
-def ask(*words: object, own: bool = False, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run `offload-train WORDS` with `extra` in the environment; return stdout and stderr separately."""
-    return run_script(COMMAND, *words, own=own, **extra)
 
 
 def in_turn(path: Path) -> FileLock:
@@ -213,11 +192,12 @@ def everything(folder: Path) -> dict[Path, bytes]:
 
 
 def results(output: Path) -> dict[str, Any]:
-    """Return what runs are compared by: the numbers of `metrics` and `evaluations`, dtype, shape and checksum of all
-    `tensors` in the newest checkpoint and in exports, by file and name, and the counts in the checkpoint's `state`.
-    """
+    """Return what runs are compared by: numbers in lines, and `tensors` and `state` of checkpoints and exports."""
     found: dict[str, Any] = {"tensors": {}, "state": {}}
-    for name, keys in _NUMBERS.items():
+    for name, keys in (
+        ("metrics", ("step", "tokens", "loss", "grad_norm", "lr", "loss_scale", "skipped")),
+        ("evaluations", ("step", "validation_loss")),
+    ):
         lines = map(json.loads, (output / f"{name}.jsonl").read_text().splitlines())
         found[name] = [[line[key] for key in keys] for line in lines]
     newest = sorted((output / "checkpoints").glob("step-*"))[-1:]

@@ -1,7 +1,4 @@
-"""Count the activations of each small model once for all processes of a test run: that takes longer than its steps.
-
-A count depends on the model's configuration, dtype and trained weights, which are its key, and on the program.
-"""
+"""Count the activations of each small model once for all processes of a test run: that takes longer than its steps."""
 
 import hashlib
 import os

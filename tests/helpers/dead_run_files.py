@@ -33,10 +33,7 @@ def dead_lease(root: Path) -> Path:
 
 
 def stored_masters(lease: Path) -> tuple[int, dict[str, torch.Tensor]] | None:
-    """Return the step of the page files in a directory, and the masters in them; None before the first update.
-
-    Also assert that they have the record's checksums.
-    """
+    """Return step and masters of page files, which have the record's checksums, or None before the first update."""
     manifest, found = read_description(lease), dict[str, torch.Tensor]()
     if (newest := read_newest(manifest)) is None:
         return None

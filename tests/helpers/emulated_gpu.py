@@ -1,16 +1,8 @@
 """An emulated GPU in host memory: tensors with `device=cuda` are tagged, and what CUDA would refuse fails here too.
 
-    with emulated_gpu(monkeypatch) as gpu:  engine(..., device=gpu.device(staging_bytes=..., stagings=2))
-
-- An operation that mixes tensors of the GPU and of the host raises torch's error, except for copies, single numbers and
-  indices. `tensor.device` is `cuda:0` for those of the GPU, and `numpy()` refuses them.
-- Copies with `non_blocking` inside `torch.cuda.stream(...)` go to that stream's queue; an event is a position in a
-  queue. The compute stream has no queue, and whatever it waits for runs at that point. All other work runs at random
-  times, in the order of its queue (`log`), and never before what it waits for: a missing wait shows as a wrong number.
-- `freed` lists work whose memory only queued work still refers to: CUDA's allocator would have handed it to the next
-  tensor, unless `record_stream` named the stream.
-- `bare` lists queued copies that are not behind an event of the compute stream, whose kernels may still read there.
-- `host_waits` counts the training thread's waits: synchronised events and streams, and values that the host reads.
+Copies with `non_blocking` inside `torch.cuda.stream(...)` go to that stream's queue; an event is a position in a queue.
+The compute stream has no queue, and whatever it waits for runs at that point. All other work runs at random times, in
+the order of its queue, and never before what it waits for: a missing wait shows as a wrong number.
 """
 
 from __future__ import annotations
@@ -60,21 +52,18 @@ class EmulatedGpu:
     bytes = 24 << 30
 
     def __init__(self, *, seed: int, haste: float, seconds: float, place: torch.device) -> None:
-        """Create the streams.
-
-        `haste` is the probability that a queue advances at each call. `seconds`: queued work that other threads wait
-        for takes at least so long, in which the training thread frees its tensors.
-        """
-        self.seconds, self.place, self.methods = seconds, place, _methods(self)
-        self.log: list[str] = []
+        """Create the streams. `haste`: the probability that a queue advances at each call."""
+        self.seconds = seconds  # for which other threads at least wait, while the training thread frees its tensors
+        self.place, self.methods = place, _methods(self)
+        self.log: list[str] = []  # work that has run
         self.lock = threading.RLock()
         self.current = threading.local()
         self.streams: list[Stream] = []
         self.compute = Stream(self, "compute")
-        self.bare: list[str] = []
-        self.freed: list[str] = []
+        self.bare: list[str] = []  # queued copies behind no event of the compute stream, which may still read there
+        self.freed: list[str] = []  # work whose memory CUDA's allocator would have handed to the next tensor
         self.elsewhere: set[str] = set()  # threads, except this one, that called CUDA without setting a device
-        self.host_waits = 0
+        self.host_waits = 0  # of the training thread
         self.thread = threading.current_thread()
         self._recorded: set[tuple[int, str]] = set()  # storages and names of streams passed to `record_stream`
         self._queued: Counter[int] = Counter()  # storages that queued work refers to
@@ -94,10 +83,9 @@ class EmulatedGpu:
         """Tag a new tensor of the GPU, or raise torch's error if the GPU is said to be full."""
         self.allocations += 1
         if self.fails(self.allocations):
-            raise torch.OutOfMemoryError(
-                f"CUDA out of memory. Tried to allocate {tensor.nbytes / 2**20:.2f} MiB. GPU 0 has a total capacity of "
-                f"{self.bytes / 2**30:.2f} GiB of which 0 bytes is free. Including non-PyTorch memory, this process has"
-            )
+            full = f"GPU 0 has a total capacity of {self.bytes / 2**30:.2f} GiB of which 0 bytes is free."
+            asked = f"Tried to allocate {tensor.nbytes / 2**20:.2f} MiB."
+            raise torch.OutOfMemoryError(f"CUDA out of memory. {asked} {full}")
         self.tag(tensor, _GPU)
 
     def device(self, *, staging_bytes: int = 0, stagings: int = 0) -> CudaDevice:
@@ -365,10 +353,7 @@ class _Operations(TorchDispatchMode):
 def queued(
     patch: pytest.MonkeyPatch, *, seed: int = 0, haste: float = 0.1, seconds: float = 0.0, place: torch.device = CPU
 ) -> Iterator[EmulatedGpu]:
-    """Replace CUDA's streams, events and copies with the emulation inside the block; `place` is its device.
-
-    On the CPU tensors have no tags, so that the engine takes the norms of a CPU, which are plain torch's to the bit.
-    """
+    """Replace CUDA's streams, events and copies inside the block; without tags norms are a CPU's, as plain torch's."""
     if torch.cuda.is_available():
         pytest.skip("the emulation's queues are for the CPU's memory")
     gpu = EmulatedGpu(seed=seed, haste=haste, seconds=seconds, place=place)

@@ -39,7 +39,7 @@ ON_GPU = torch.cuda.is_available()
 if ON_GPU:  # A GPU needs deterministic algorithms to give the same bits twice.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     use_deterministic_algorithms()
-# Every placement must have its bits. On a GPU torch's own AdamW rounds differently.
+# Every placement must have its bits. On a GPU torch's own AdamW rounds differently: everything is in RAM.
 REFERENCE = ("--ram-fraction", "1") if ON_GPU else ("--engine", "plain")
 
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -89,18 +89,12 @@ def engine(
     model: Path,
     *words: str,
     drives: Sequence[Path] = (),
-    shadows: float = 0.0,
-    device_sums: int | None = None,
-    device: Any = None,
+    shadows: float = 0.0,  # share of the blocks' state in RAM with shadow memory
+    device_sums: int | None = None,  # that of `TierSizes`, which a plan chooses only for a GPU
+    device: Any = None,  # in place of this machine's
     **extra: Any,
 ) -> Iterator[Any]:
-    """Yield the engine that the command would build for `words`. With several ranks, all must call it.
-
-    With `--engine plain` it is torch alone (plain_engine.py), which is no engine of the command. `shadows` is the share
-    of the blocks' state in RAM with shadow memory, and `device_sums` that of `TierSizes`, which a plan chooses only for
-    a GPU. `device` is used in place of this machine's. The engine has its `plan`, and as `candidate` what the planner
-    counts for it.
-    """
+    """Yield the engine that all ranks' command builds for `words`, or torch alone, with its `plan` and `candidate`."""
     for drive in drives:
         drive.mkdir(exist_ok=True)
     alone, named = "plain" in words, [word for drive in drives for word in ("--nvme", str(drive))]
@@ -175,10 +169,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 def plain(
     model: Path, steps: int, *words: str, accumulate: int = 1, reference: tuple[str, ...] = REFERENCE, **size: int
 ) -> tuple[list[Step], dict[str, torch.Tensor]]:
-    """Return the steps and masters of the reference: plain torch, or on a GPU the engine with everything in RAM.
-
-    `size`: that of the batches.
-    """
+    """Return the steps and masters of the reference for batches of this size."""
     with engine(model, *reference, *words) as made:
         return train(made, batches(steps * accumulate, **size), accumulate=accumulate), masters(made)
 
@@ -196,21 +187,20 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return hashlib.sha256(b"".join(bits)).hexdigest()
 
 
-def settle(ours: Any) -> None:
-    """Wait until nothing of earlier steps is on its way: no step waits for its prefetches."""
-    ours.synchronize()
-    for slot in ours.offloaded.stream._slots:
-        if slot.arrival is not None:
-            slot.arrival.wait()
-
-
 def moved_in_step(ours: Any, data: Sequence[Batch]) -> tuple[int, int]:
     """Train a step; return the bytes read from drives and written, as the kernel counts them, which are the plan's."""
-    settle(ours)
-    before = read_io()
+
+    def settled() -> Any:
+        """Return the counts once nothing is on its way: no step waits for its prefetches."""
+        ours.synchronize()
+        for slot in ours.offloaded.stream._slots:
+            if slot.arrival is not None:
+                slot.arrival.wait()
+        return read_io()
+
+    before = settled()
     train(ours, data, accumulate=len(data))
-    settle(ours)
-    moved = read_io() - before
+    moved = settled() - before
     planned = [one for one in ours.plan.traffic if one.place != "device"]
     assert moved.read_bytes == sum(one.read for one in planned)
     assert moved.written_bytes == sum(one.written for one in planned)

@@ -33,7 +33,7 @@ def in_a_fork(work: Callable[[], int | None], *, streams: Callable[[], None] = l
 
 def lose_streams(kind: str) -> None:
     """Replace stdout and stderr with a pipe or terminal whose reading end is closed."""
-    reader, writer = os.pipe() if kind == "a closed pipe" else pty.openpty()
+    reader, writer = os.pipe() if kind.endswith("pipe") else pty.openpty()
     os.dup2(writer, 1)
     os.dup2(writer, 2)
     os.close(writer)
@@ -51,8 +51,7 @@ def watched_memory() -> Callable[[], int]:
         return peak
 
     def watch() -> None:
-        while True:
-            look()
+        while look():
             time.sleep(0.002)
 
     threading.Thread(target=watch, daemon=True).start()

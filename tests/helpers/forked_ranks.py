@@ -1,8 +1,4 @@
-"""Run functions, trainings or commands on several ranks of this machine, each in a fork.
-
-As a script, be one of the ranks and call what FOLDER/work holds: a function of a module of tests. What it gets and
-returns is pickled.
-"""
+"""Run functions, trainings or commands on several ranks of this machine, each in a fork that runs this script."""
 
 import hashlib
 import os
@@ -35,14 +31,9 @@ from offload_trainer.storage.transfer import Transfers
 
 Process = Fork | subprocess.Popen[bytes]
 
-# -- ranks -------------------------------------------------------------------------------------------------------------
-
 
 def _start(scripts: Sequence[Sequence[object]], folder: Path, *, nodes: int = 1, **how: bool) -> list[Process]:
-    """Start scripts with their words as ranks, spread over `nodes` simulated nodes; `folder` is their rendezvous.
-
-    What rank N prints is in its file `told-N`. `how`: see `start`.
-    """
+    """Start scripts as ranks of `nodes` simulated nodes, which meet in `folder`; rank N prints to its file `told-N`."""
     count, processes = str(len(scripts)), []
     for rank, argv in enumerate(scripts):
         local = rank % (len(scripts) // nodes)
@@ -62,7 +53,7 @@ def start_ranks(work: Callable[..., Any], *given: Any, count: int, folder: Path,
 
 
 def in_ranks(work: Callable[..., Any], *given: Any, count: int, folder: Path, **how: Any) -> list[Any]:
-    """Call `work(*given)` on each rank, all successful; return what each returned. `how`: see `start_ranks`."""
+    """Call `work(*given)` on each rank, all successful; return what each returned. `how`: see `_start`."""
     codes = [process.wait(400) for process in start_ranks(work, *given, count=count, folder=folder, **how)]
     assert not any(codes), "\n".join(path.read_text(errors="replace")[-3000:] for path in folder.glob("told-*"))
     return [pickle.loads((folder / f"returned-{rank}").read_bytes()) for rank in range(count)]
@@ -84,8 +75,6 @@ def call_ranks(
         told = [Path(folder, f"told-{rank}").read_text(errors="replace") for rank in range(count)]
         return [Run(code, text, output) for code, text in zip(codes, told, strict=True)]
 
-
-# -- trainings on ranks ------------------------------------------------------------------------------------------------
 
 counts: Counter[str] = Counter()  # what `count_calls` has counted since the last case began
 _counting = threading.Lock()
@@ -175,19 +164,12 @@ def train_cases(cases: Sequence[Case], build: Callable[..., Any] = engine) -> li
     return found
 
 
-def run_ranks(
-    cases: Sequence[Case],
-    *,
-    count: int,
-    folder: Path,
-    nodes: int = 1,
-    work: Callable[[Sequence[Case]], list[Result]] = train_cases,
-) -> list[list[Result]]:
-    """Run all `cases` on `count` ranks, spread over `nodes` simulated nodes; return each case's results by rank."""
-    return [[*of_case] for of_case in zip(*in_ranks(work, cases, count=count, folder=folder, nodes=nodes), strict=True)]
+def run_ranks(cases: Sequence[Case], *, work: Callable[..., Any] = train_cases, **how: Any) -> list[list[Result]]:
+    """Run all `cases` on the ranks of `in_ranks`; return each case's results by rank."""
+    return [[*of_case] for of_case in zip(*in_ranks(work, cases, **how), strict=True)]
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # one of the ranks of `start_ranks`
     folder = Path(sys.argv[1])
     with open(folder / "work", "rb") as file:
         sys.path[:] = pickle.load(file)

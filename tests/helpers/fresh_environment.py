@@ -9,10 +9,8 @@ import pytest
 import torch
 from commands import environment
 
-TOOLS = "/usr/local/bin:/usr/bin:/bin"
 
-
-def shell(command: str, there: dict[str, str], folder: Path | None = None, *, typed: str = "") -> str:
+def shell(command: str, there: dict[str, str], folder: Path, *, typed: str = "") -> str:
     """Run a command line in `folder` with these variables and this standard input; return what it printed."""
     done = subprocess.run(
         ["bash", "-c", command], cwd=folder, env=there, input=typed, capture_output=True, text=True, timeout=900
@@ -21,18 +19,15 @@ def shell(command: str, there: dict[str, str], folder: Path | None = None, *, ty
     return done.stdout + done.stderr
 
 
-def fresh_environment(place: Path, *, tools: str = TOOLS) -> dict[str, str]:
-    """Create the environment in `place`/venv; return the variables of its processes, with a separate cache.
-
-    PATH has the environment's commands and `tools`.
-    """
+def fresh_environment(place: Path) -> dict[str, str]:
+    """Create the environment in `place`/venv; return the variables of its processes, with a separate cache."""
     subprocess.run([sys.executable, "-m", "venv", str(place / "venv")], check=True)
     # Python's bundled setuptools is too old to build the project.
     drop = [str(place / "venv/bin/python"), "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools"]
     subprocess.run(drop, check=True)
     (site,) = (place / "venv/lib").glob("python3*/site-packages")
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    path = ":".join(filter(None, (str(place / "venv/bin"), tools)))
+    path = f"{place}/venv/bin:/usr/local/bin:/usr/bin:/bin"
     given = environment(PATH=path, HOME=str(place), OFFLOAD_TRAINER_CACHE=str(place / "cache"))
     # The build requirements are installed, so nothing is downloaded.
     given |= {"PIP_NO_BUILD_ISOLATION": "false", "PIP_NO_INDEX": "1", "HF_HUB_OFFLINE": "1"}
@@ -40,10 +35,7 @@ def fresh_environment(place: Path, *, tools: str = TOOLS) -> dict[str, str]:
 
 
 def installed_environment(place: Path, *requirements: str) -> dict[str, str]:
-    """Create an environment with this interpreter's torch, and the requirements, which pip downloads.
-
-    Return the variables of its processes. Skip the test if pip finds no package index.
-    """
+    """Return the variables of an environment with torch and what pip downloads; skip the test if pip finds no index."""
     there = fresh_environment(place)
     (site,) = (place / "venv/lib").glob("python3*/site-packages")
     (site / "libraries.pth").unlink()

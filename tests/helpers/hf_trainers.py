@@ -1,6 +1,5 @@
 """Set up transformers' Trainer, stock or offloaded, on a small model and fixed rows."""
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +14,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Tra
 
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.hf import Offloaded, load, session_of
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-torch.set_num_threads(1)  # Two tests run at the same time.
 
 STEPS = 20
 # Settings for each placement of the weights. Optimizer state is on the drive, or in the same place as the weights.
@@ -37,10 +33,10 @@ def model_folder(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def rows(count: int, *, length: int = 24) -> list[dict[str, torch.Tensor]]:
+def rows(count: int) -> list[dict[str, torch.Tensor]]:
     """Return learnable rows; each row's loss counts a different number of tokens."""
     made = []
-    for number, batch in enumerate(batches(count, rows=1, length=length)):
+    for number, batch in enumerate(batches(count, rows=1)):
         labels = batch.inputs[0].clone()
         labels[: 1 + 5 * number % 19] = -100
         made.append({"input_ids": batch.inputs[0], "labels": labels, "attention_mask": torch.ones_like(labels)})

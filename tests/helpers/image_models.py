@@ -5,16 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForImageTextToText,
-    CLIPVisionConfig,
-    Idefics3Config,
-    LlamaConfig,
-    LlavaConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2_5_VLConfig,
-)
+from transformers import AutoConfig, AutoModelForImageTextToText, CLIPVisionConfig, LlamaConfig, PreTrainedModel
 
 Batch = dict[str, torch.Tensor]
 ROWS, TEXT, HIDDEN, VOCABULARY = 2, 10, 32, 272  # rows of a batch, tokens of text in a row, width, ids
@@ -22,6 +13,7 @@ SIDE, PATCH = 32, 8  # pixels of an image's side, and of a patch's
 GRID = SIDE // PATCH
 PATCHES = GRID**2 + 1  # patches of an image, with one for its class
 
+# The sizes of all weights are multiples of 16, for the reason in test_against_torch.py.
 _LAYERS: dict[str, Any] = {"hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4}
 _LAYERS |= {"intermediate_size": 48}
 _LANGUAGE = _LAYERS | {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -30,32 +22,35 @@ _QWEN = {"depth": 2, "hidden_size": HIDDEN, "out_hidden_size": HIDDEN, "intermed
 _QWEN |= {"patch_size": PATCH, "window_size": SIDE // 2, "fullatt_block_indexes": [1]}
 _ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}
 _IDS = {"image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 3, "vision_end_token_id": 4}
-CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+CONFIGS: dict[str, Callable[[], Any]] = {
     # The last layer but one gives the features, one token for each patch.
-    "Llava": lambda: LlavaConfig(
+    "Llava": lambda: AutoConfig.for_model(
+        "llava",
         vision_config=CLIPVisionConfig(**_TOWER),
         text_config=LlamaConfig(**_LANGUAGE),
         image_token_index=VOCABULARY - 1,
         image_seq_length=GRID**2,
     ),
     # Images of any size, with windows of attention, and positions in three dimensions
-    "Qwen2_5_VL": lambda: Qwen2_5_VLConfig(
+    "Qwen2_5_VL": lambda: AutoConfig.for_model(
+        "qwen2_5_vl",
         vision_config=_QWEN,
         text_config=_LANGUAGE | {"rope_parameters": _ROPE},
         **{name: VOCABULARY - number for name, number in _IDS.items()},
     ),
     # Of the tower's layers only a part is named as not to be split; four patches become one token.
-    "Idefics3": lambda: Idefics3Config(
-        vision_config=_TOWER, text_config=LlamaConfig(**_LANGUAGE), image_token_id=VOCABULARY - 1, scale_factor=2
+    "Idefics3": lambda: AutoConfig.for_model(
+        "idefics3",
+        vision_config=_TOWER,
+        text_config=LlamaConfig(**_LANGUAGE),
+        image_token_id=VOCABULARY - 1,
+        scale_factor=2,
     ),
 }
 
 
 def image_model(folder: Path, family: str, *, batches: int) -> list[Batch]:
-    """Write a small fp32 model of one of `CONFIGS` with random weights; return batches whose images change the loss.
-
-    The sizes of its weights are multiples of 16, for the reason in test_against_torch.py.
-    """
+    """Write a small fp32 model of one of `CONFIGS` with random weights; return batches whose images change the loss."""
     config, token = CONFIGS[family](), VOCABULARY - 1
     torch.manual_seed(1)
     AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)

@@ -1,7 +1,4 @@
-"""Engines whose copies, reads and writes complete late and out of order, so that a missing wait reads stale bytes.
-
-Copies to and from the device are those of the real CUDA device on simulated streams (`emulated_gpu.py`).
-"""
+"""Engines whose copies, reads and writes complete late and out of order, so that a missing wait reads stale bytes."""
 
 import random
 import threading
@@ -25,7 +22,7 @@ from offload_trainer.storage.transfer import DriveFile, Future, Transfers, endin
 
 @contextmanager
 def late_transfers(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make transfers of engines and sessions that are built inside the block late, and their kernel on the device."""
+    """Make transfers of engines and sessions built inside the block late, by the real CUDA device on late streams."""
     devices: list[CudaDevice] = []
 
     def make_device(*_: Any, **__: Any) -> CudaDevice:

@@ -54,10 +54,7 @@ class Build:
 
     @contextmanager
     def __call__(self, home: str | Sequence[str], *words: str, held: bool = False, **extra: Any) -> Iterator[Any]:
-        """Yield an engine with the placement `home`, which is a name in `HOMES` or words.
-
-        `held`: see `hold_up`. `extra`: keywords of `engine`, and `late`, a MonkeyPatch with which transfers are late.
-        """
+        """Yield an engine placed as `home` names or says, perhaps `held` (see `hold_up`), or with `late` transfers."""
         build = partial(late_engine, late) if (late := extra.pop("late", None)) else engine
         home = HOMES[home] if isinstance(home, str) else home
         with build(self.model, *home, *words, drives=[self.drive], **extra) as ours:
@@ -118,9 +115,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def record_kept(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Return a list that receives, for each step that was started speculatively, how many of its updated pages were
-    kept, and of how many.
-    """
+    """Return a list that receives, for each speculative step, how many of its updated pages were kept, and of all."""
     found, its = list[tuple[int, int]](), SpeculativeStep.kept
 
     def seen(ahead: SpeculativeStep, *given: Any) -> set[int]:

@@ -1,13 +1,10 @@
-"""Implement the `Engine` protocol with torch alone, on one device in one process: the reference that tests and the GPU
-suite compare with.
+"""The reference that tests and the GPU suite compare with: an engine by torch alone, on one device in one process.
 
-Weights are in the run's dtype with fp32 masters, torch's AdamW updates the masters, gradients are summed in fp32, and
-fp16 uses the loss scaling of torch's GradScaler. On a CPU the tiered engine gives the same bits. On a GPU torch's fused
-AdamW rounds a product and a sum together, while the tiered engine's update has the CPU's bits everywhere.
+On a CPU the tiered engine gives the same bits. On a GPU torch's fused AdamW rounds a product and a sum together, while
+the tiered engine's update has the CPU's bits everywhere.
 """
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +15,9 @@ from offload_trainer.engine.protocol import StepResult
 from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.optim.norms import clip_factor, norm_of
-from offload_trainer.optim.state_files import BlockingSnapshot, EngineState, LossScale, read_engine_state, read_tensors
+from offload_trainer.optim.state_files import BlockingSnapshot, EngineState, LossScale
 from offload_trainer.plan.planner import checkpointed_blocks
 from offload_trainer.plan.shape import decay_groups
-from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.telemetry.meters import PhaseClock
 
@@ -31,16 +27,10 @@ class PlainEngine:
 
     rank, world = 0, 1
 
-    def __init__(
-        self, source: ModelSource, model: ModelSection, optim: OptimSection, *, load_weights: bool = True
-    ) -> None:
+    def __init__(self, source: ModelSource, model: ModelSection, optim: OptimSection) -> None:
         self.shape, self._dtype = source.shape, DTYPES[model.dtype]
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._module = source.build(
-            dtype=self._dtype,
-            offload=model.offload_activations,
-            checkpointed=checkpointed_blocks(model, source.shape),
-        )
+        self._module = source.build(dtype=self._dtype, checkpointed=checkpointed_blocks(model, source.shape))
         self._weights = dict(self._module.model.named_parameters())
         trained = [weight for weight in source.shape.weights if weight.trainable]
         self._masters: dict[str, Any] = {
@@ -49,24 +39,19 @@ class PlainEngine:
         self._shapes = {weight.name: tuple(weight.shape) for weight in trained}
         self._fixed = {n: tuple(w.shape) for n, w in self._weights.items() if n not in self._masters}
         with torch.no_grad():
-            for name, value in source.weights() if load_weights else ():
+            for name, value in source.weights():
                 self._weights[name].copy_(as_parameter(value, self._dtype))
                 if name in self._masters:
                     self._masters[name].copy_(value)
         self._module.to(self._device)
-        groups = zip(decay_groups(source.shape.weights), (optim.weight_decay, 0.0), strict=True)
-        self._adam = torch.optim.AdamW(
-            [
-                {"params": [self._masters[w.name] for w in some], "weight_decay": decay}
-                for some, decay in groups
-                if some
-            ],
-            **{"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "fused": True},
-        )
+        groups = [
+            {"params": [self._masters[weight.name] for weight in some], "weight_decay": decay}
+            for some, decay in zip(decay_groups(source.shape.weights), (optim.weight_decay, 0.0), strict=True)
+            if some
+        ]
+        self._adam = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
         self._clip = optim.max_grad_norm
         self._scale = LossScale.initial(model.dtype)
-
-    # -- a step -------------------------------------------------------------------------------------------------------
 
     def train_step(self, batches: Sequence[Batch], *, lr: float, clock: PhaseClock) -> StepResult:
         self._module.train()
@@ -121,8 +106,6 @@ class PlainEngine:
         self._module.eval()
         return float(self._module(*batch.arguments(self._device, training=False)))
 
-    # -- state --------------------------------------------------------------------------------------------------------
-
     def named_master_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in self._weights.items():
             held: torch.Tensor = self._masters[name] if weight.requires_grad else weight
@@ -144,21 +127,47 @@ class PlainEngine:
         state = self._adam.state.get(master)
         return state[kind] if state else torch.zeros_like(master, requires_grad=False)
 
-    @torch.no_grad()
-    def load(self, directory: Path) -> None:
-        state = read_engine_state(directory, rule=ADAMW)
-        self._scale = self._scale.resumed(state.loss_scale)
-        for kind, shapes in [*((kind, self._shapes) for kind in KINDS), *[("fixed", self._fixed)] * bool(self._fixed)]:
-            for name, tensor in read_tensors(directory, kind, shapes=shapes):
-                if kind in ("master", "fixed"):
-                    self._weights[name].copy_(tensor)
-                if kind == "master":
-                    self._masters[name].copy_(tensor)
-                elif kind != "fixed" and (steps := state.weight_steps.get(name, state.optimizer_steps)):
-                    # The fused update needs the step count on the parameter's device (pytorch #103256, #124133).
-                    count = torch.tensor(float(steps), device=self._device)
-                    moments = self._adam.state.setdefault(self._masters[name], {"step": count})
-                    moments[kind] = tensor.to(self._device)
-
     def close(self) -> None:
         pass
+
+
+def _matrices(weight: torch.Tensor) -> torch.Tensor:
+    """Return a view of three dimensions, of which each index of the first one selects a matrix."""
+    return weight if weight.dim() == 3 else weight[None]
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """torch.optim.Muon and torch.optim.AdamW(fused=True) as one optimizer, which has their groups."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], matrices: Iterable[torch.Tensor], **muon: Any) -> None:
+        """Take the groups of an AdamW; of these, Muon with the options `muon` updates `matrices`."""
+        whole, of_muon, others = set(matrices), [], []
+        self._parts: list[tuple[torch.nn.Parameter, torch.Tensor, int]] = []  # a matrix, its weight, and which it is
+        for group in groups:
+            parts = [
+                (torch.nn.Parameter(one), p, number)
+                for p in group["params"]
+                if p in whole
+                for number, one in enumerate(_matrices(p.data))
+            ]
+            self._parts += parts
+            of_muon.append({"params": [part for part, _, _ in parts], "weight_decay": group["weight_decay"]})
+            others.append({**group, "params": [p for p in group["params"] if p not in whole]})
+        self.muon = torch.optim.Muon([group for group in of_muon if group["params"]], **muon)
+        self.adamw = torch.optim.AdamW([group for group in others if group["params"]], fused=True)
+        super().__init__([part for part, _, _ in self._parts], {})
+        self.param_groups = [*self.muon.param_groups, *self.adamw.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part, weight, number in self._parts:
+            part.grad = None if weight.grad is None else _matrices(weight.grad)[number]
+        self.muon.step()
+        self.adamw.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for _, weight, _ in self._parts:
+            weight.grad = None
+        self.adamw.zero_grad()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing: accelerate loads the state that it has just taken, and would separate the groups."""

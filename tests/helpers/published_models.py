@@ -1,12 +1,6 @@
-"""Write small models with tokenizers as this release of transformers saves them, and read exports.
+"""Write small models as transformers 4.57 and 5 save them, and print what they and llama.cpp compute from exports.
 
-published_models.py write DIR
-published_models.py read DIR ...
-published_models.py llamacpp CASES
-
-The first writes one model directory for each of MODELS. The second prints a JSON list of what `read` returns for each
-directory. Both run in transformers 4.57 and 5. The third prints one of what `log_probabilities` returns for each
-(file, size of the vocabulary, prompts of ids) of a JSON list.
+As a script: `write DIR` writes MODELS, `read DIR ...` and `llamacpp CASES` print JSON lists of what functions return.
 """
 
 import json
@@ -20,30 +14,15 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaTokenizerFast,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaTokenizerFast, PreTrainedTokenizerFast
 
 TEXT = "It was the best of times, it was the worst of times."
 TEXTS = [TEXT, "  two\n\nlines 123 é", "</s>after <s> and <|end|>between<|end|> special tokens"]
 CHAT = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Yes."}]
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
-_SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "rope_theta": 300.0,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-}
+_SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3, "rope_theta": 300.0}
+_SIZES |= {"pad_token_id": None, "tie_word_embeddings": False}
 _GEMMA = {
     "head_dim": 16, "sliding_window": 8, "tie_word_embeddings": True, "query_pre_attn_scalar": 16,
     "initializer_range": 0.15,

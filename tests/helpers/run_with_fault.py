@@ -1,20 +1,9 @@
 """run_with_fault.py FAULT WORDS...: run the command, in which something happens at an exact moment.
 
-FAULT is [RANK:]ACTION[+ACTION...]@MOMENT[=NUMBER]: before the moment's call of that NUMBER (1), the actions happen one
-after the other, with RANK in that rank only. Several FAULTs of one start are separated by semicolons. Those separated
-by commas count for one start after the other, where torchrun starts ranks again. A FAULT without @ is none. The ranks
-that `--gpus` starts have the same fault. The variable LOSS_SCALE=VALUE,WINDOW replaces those of fp16, and ENGINE=plain
-the engine by torch alone (plain_engine.py), whatever the plan names.
-
-kill, INT, TERM, HUP, ...    this process gets the signal
-pause~FILE                   it waits until FILE exists (5 minutes)
-full~DIR, low~DIR            the filesystem of DIR has no byte left, or 1 MB
-sh~COMMAND                   a shell runs the command
-EIO                          the call fails with an input/output error
-plan~FILE                    FILE gets the plan, the machine and the threads of `setup`
-broken                       the file of a writer becomes one that is always full
-lose~pipe, lose~terminal     stdout and stderr have no reader any more
-nan                          the call's result is multiplied by NaN
+FAULT is [RANK:]ACTION[+ACTION...]@MOMENT[=NUMBER]: before the moment's call of that NUMBER (1), the actions (`happen`)
+happen one after the other, with RANK in that rank only. Semicolons separate FAULTs of one start, commas those of one
+start after the other, where torchrun starts ranks again. A FAULT without @ is none. LOSS_SCALE=VALUE,WINDOW in the
+environment replaces those of fp16, and ENGINE=plain the engine by torch alone, whatever the plan names.
 """
 
 import errno
@@ -44,11 +33,7 @@ from offload_trainer.run import build, process_setup
 if "LOSS_SCALE" in os.environ:
     state_files.INITIAL_SCALE, state_files.WINDOW = map(int, os.environ["LOSS_SCALE"].split(","))
 if os.environ.get("ENGINE") == "plain":
-
-    def plain(setup: Any, *, swaps: Any, load_weights: bool) -> PlainEngine:
-        return PlainEngine(setup.source, setup.config.model, setup.config.optim, load_weights=load_weights)
-
-    build.build_engine = plain
+    build.build_engine = lambda setup, **_: PlainEngine(setup.source, setup.config.model, setup.config.optim)
 
 
 def of_file(name: str) -> Callable[..., bool]:
@@ -92,7 +77,7 @@ def of_a_step(_: int, descriptor: int, data: memoryview, *__: Any) -> bool:
     return of_file("record")(_, descriptor) and b'"newest": ""' not in bytes(data)
 
 
-# Which calls count, if not all: (number, *arguments) tells. In `BY_STEP` it is that of the step NUMBER.
+# Which calls count, if not all: (number, *arguments) tells.
 COUNTED: dict[str, Callable[..., bool]] = {
     "loss": lambda _, module, *__: module.training,
     "read": of_file("state"),
@@ -104,7 +89,6 @@ COUNTED: dict[str, Callable[..., bool]] = {
     "put": lambda _, w, *__: w.path.name == "exp_avg.safetensors" and "step-00000004" in str(w.path),
     "saved": lambda n, _, final, *__: final.name == f"step-{n:08d}",
 }
-BY_STEP = ("metrics", "line", "saved")
 
 
 def fill(directory: Path) -> None:
@@ -118,11 +102,11 @@ def fill(directory: Path) -> None:
 
 def happen(action: str, given: tuple[Any, ...]) -> None:
     name, _, argument = action.partition("~")
-    if name == "pause":
+    if name == "pause":  # until a file exists
         until = time.monotonic() + 300
         while not Path(argument).exists() and time.monotonic() < until:
             time.sleep(0.005)
-    elif name in ("full", "low"):
+    elif name in ("full", "low"):  # no byte is left on a filesystem, or 1 MB
         fill(Path(argument))
         if name == "low":
             filler = Path(argument) / "filler"
@@ -133,12 +117,12 @@ def happen(action: str, given: tuple[Any, ...]) -> None:
         Path(argument).write_text(repr((given[0].plan, given[0].machine, torch.get_num_threads())))
     elif name == "EIO":
         raise OSError(errno.EIO, os.strerror(errno.EIO))
-    elif name == "broken":
+    elif name == "broken":  # a writer's file becomes one that is always full
         given[0]._file.close()
         given[0]._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - until the process ends
     elif name == "lose":
         lose_streams(argument)
-    elif name != "nan":
+    elif name != "nan":  # which multiplies the call's result; all others are signals
         os.kill(os.getpid(), signal.SIGKILL if name == "kill" else signal.Signals[f"SIG{name}"])
         if threading.current_thread() is not threading.main_thread():
             time.sleep(0.5)  # Handlers run in the main thread, and a second signal must find the first one handled.
@@ -153,6 +137,7 @@ def arm(actions: str, moment: str, number: int) -> None:
     place = MOMENTS[key] if MOMENTS[key].startswith("os.") else f"offload_trainer.{MOMENTS[key]}"
     owner, name = resolve_name(place.rpartition(".")[0]), place.rpartition(".")[2]
     call, calls, counts = getattr(owner, name), itertools.count(1), COUNTED.get(key, lambda *_: True)
+    nth = 1 if moment in ("metrics", "line", "saved") else number  # only the call of the step NUMBER counts for these
     to_come.append(moment)
 
     def act(given: tuple[Any, ...]) -> None:
@@ -162,7 +147,7 @@ def arm(actions: str, moment: str, number: int) -> None:
                 stack.callback(happen, action, given)
 
     def armed(*given: Any, **words: Any) -> Any:
-        now = counts(number, *given) and next(calls) == (1 if moment in BY_STEP else number)
+        now = counts(number, *given) and next(calls) == nth
         if now and moment == "half":
             call(given[0], given[1][: len(given[1]) // 2], *given[2:])
         if now and moment not in AFTER:
@@ -177,7 +162,7 @@ def arm(actions: str, moment: str, number: int) -> None:
 
 if __name__ == "__main__":
     faults, attempt = sys.argv[1].split(","), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if "--gpus" in sys.argv and "RANK" not in os.environ:
+    if "--gpus" in sys.argv and "RANK" not in os.environ:  # the ranks have the same fault
         process_setup.COMMAND = [sys.executable, __file__, sys.argv[1], "train"]
     for fault in faults[attempt : attempt + 1] and faults[attempt].split(";"):
         what, _, when = fault.partition("@")

@@ -43,16 +43,13 @@ def timed(*, drive: float = 1e9, mixed: float = 0.5e9, matmul: float = 1e12, upd
 def cluster(
     *,
     gpu: int = 80 * GB,
-    copies: tuple[float, float, float] = (1e18, 1e18, 1e18),
+    copies: tuple[float, float, float] = (1e18, 1e18, 1e18),  # to the device, from it, and both ways
     matmul: float = 1e24,
     memory: float = 1e18,
     update: float = 1e18,
     **links: Rate,
 ) -> MachineProfile:
-    """Return a machine with linked GPUs; by default nothing takes time except what the ranks exchange.
-
-    `copies` are the rates to the device, from it, and both ways.
-    """
+    """Return a machine with linked GPUs; by default nothing takes time except what the ranks exchange."""
     ways = dict(zip(("to_device", "from_device", "both_ways"), map(rate, copies), strict=True))
     rates = Rates(matmul={"bf16": rate(matmul)}, memory=rate(memory), update={"native": rate(update)}, **ways)
     return replace(machine(gpu=gpu, ram=500 * GB), rates=rates, links=Links(**links))

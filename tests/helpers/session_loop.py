@@ -77,16 +77,13 @@ def trained(
     model: Any,
     optimizer: Any,
     scheduler: Any,
-    loss_at: Callable[[Any, int], torch.Tensor] = of_rows,
+    loss_at: Callable[[Any, int], torch.Tensor] = of_rows,  # the loss of the micro-batch of a number
     *,
     session: ot.Session | None = None,
     start: int = 0,
     steps: int = STEPS,
 ) -> Iterator[tuple[float, float, list[float]]]:
-    """Run the loop that both sides share, without a session in plain torch; yield (loss, norm, rates) of each step.
-
-    `loss_at` returns the loss of the micro-batch of a number.
-    """
+    """Run the loop that both sides share, without a session in plain torch; yield (loss, norm, rates) of each step."""
     for step in range(start, steps):
         torch.manual_seed(step)  # dropout draws from it
         losses = []
@@ -122,9 +119,6 @@ def by_torch(
 ) -> list[tuple[float, float, list[float]]]:
     optimizer = torch.optim.AdamW(parameters or model.parameters(), lr=1e-2, fused=True)
     return list(trained(model, optimizer, one_cycle(optimizer), loss_at, steps=steps))
-
-
-# -- adapters ----------------------------------------------------------------------------------------------------------
 
 
 def adapted(model: Any, **changes: Any) -> PeftModel:

@@ -25,11 +25,7 @@ NAMES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce", "reduce
 
 
 def train_stock(folder: Path, *words: str, ranks: int, steps: int = 3) -> Any:
-    """Train FOLDER/model, which has weights; return what rank 0 has seen.
-
-    That is `steps`, `stage` of ZeRO, and at the end `masters` and the weights that are `apart`. Of the last step also
-    the `bytes` that went through it, and how often it has called each collective (`calls`).
-    """
+    """Train FOLDER/model, which has weights; return what rank 0 has seen: see `_train`."""
     return in_ranks(_train, folder, words, steps, count=ranks, folder=folder, stock=True)[0]
 
 
@@ -40,9 +36,6 @@ def planned_bytes(folder: Path, *words: str, ranks: int) -> int:
     shape = resolve_model(config.model, seed=0).shape
     plan = make_plan(config, shape, probe_machine(PlacementSection()), world=ranks)
     return sum(one.written for one in plan.links if one.place == "gpus")
-
-
-# -- on a rank ---------------------------------------------------------------------------------------------------------
 
 
 def build(folder: Path, words: list[str]) -> DeepSpeedEngine:
@@ -57,15 +50,13 @@ def build(folder: Path, words: list[str]) -> DeepSpeedEngine:
 
 
 def counted(name: str, signature: inspect.Signature, *args: Any, **words: Any) -> dict[str, int]:
-    """Return a call of the collective `name`, and the bytes that a ring moves through each of its ranks.
-
-    Those under 100 bytes carry losses, norms and flags; the plan omits them.
-    """
+    """Return a call of the collective `name`, and the bytes that a ring moves through each of its ranks."""
     given = signature.bind(*args, **words).arguments
     members, tensors = torch.distributed.get_world_size(given.get("group")), list(given.values())
     whole = tensors[1 if name.startswith("reduce_scatter") else 0]
     size = whole.nbytes if isinstance(whole, torch.Tensor) else sum(one.nbytes for one in whole)
     size = (2 if name == "all_reduce" else 1) * size * (members - 1) // members
+    # The plan omits less, which carries losses, norms and flags.
     return {"bytes": size, f"{name} of {members}": 1} if size >= 100 else {}
 
 
@@ -90,7 +81,7 @@ def _train(folder: Path, words: list[str], steps: int) -> SimpleNamespace:
     data = masked(batches(steps * ACCUMULATE * engine.world))[engine.rank :: engine.world]
     lr = engine._optimizer.param_groups[0]["lr"]
     found = train(engine, data, accumulate=ACCUMULATE, lr=lr, before=lambda _: counts.clear())
-    called = dict(counts)  # reading the masters has collectives too
+    called = dict(counts)  # of the last step; reading the masters has collectives too
     held, stage = masters(engine), engine._engine.zero_optimization_stage()
     seen = {"steps": found, "stage": stage, "masters": held, "apart": apart(engine, held)}
     return SimpleNamespace(**seen, bytes=called.pop("bytes"), calls=called)

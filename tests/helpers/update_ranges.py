@@ -33,10 +33,7 @@ def updated(
     scale: float = 0.37,
     place: str | torch.device = "cpu",
 ) -> list[torch.Tensor]:
-    """Update copies of a page's fields with its gradient on `place`; return them and the new weights.
-
-    Also assert that the gradient is not modified.
-    """
+    """Update copies of a page's fields with its gradient, which stays as it is; return them and the new weights."""
     fields, grad = page
     here = {name: tensor.to(place, copy=True) for name, tensor in fields.items()}
     out = torch.full_like(grad, MARK, dtype=wanted or torch.bfloat16, device=place)

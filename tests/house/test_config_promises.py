@@ -21,11 +21,7 @@ from offload_trainer.run.process_setup import prepare_process
 from offload_trainer.run.train import train_run
 from offload_trainer.settings import all_keys, load_config
 
-# Words of runs that together read all keys but these, which the named tests set.
-RUNS = (
-    ["--ram-fraction", "0.5", "--save-every", "1"],
-    ["--dtype", "fp16", "optim.schedule=wsd", "optim.decay_steps=1"],
-)
+# Keys that no run of this file reads: the tests that set them.
 ELSEWHERE = {
     "model.random_init": "model/test_model.py",
     "data.train_on": "data/test_conversations.py",
@@ -41,24 +37,23 @@ STOCK = {key: None for key in DeepSpeedSection.model_fields if key != "zero_stag
 STOCK |= {"pipeline_read": "false", "pipeline_write": "false", "max_live_parameters": "45678901"}
 
 
-CHECKS = ("engine_of", "combination_mistakes", "_settings_of_others", "mistakes_of_length")  # in plan/planner.py
-
-
 @pytest.mark.slow
 def test_runs_read_every_key(tmp_path: Path) -> None:
     """A key that nothing but the check of combinations reads has no effect."""
+    checks = ("engine_of", "combination_mistakes", "_settings_of_others", "mistakes_of_length")  # in plan/planner.py
     sections = {info.annotation: name for name, info in TrainConfig.model_fields.items()}
     read = set()
 
     def recording(section: Any, name: str) -> Any:
         here, reader = type(section), sys._getframe(1).f_code.co_qualname.partition(".")[0]
-        if here in sections and name in here.model_fields and reader not in CHECKS:
+        if here in sections and name in here.model_fields and reader not in checks:
             read.add(f"{sections[here]}.{name}")
         return object.__getattribute__(section, name)
 
     def work() -> None:
         schema._Section.__getattribute__ = recording
-        for number, words in enumerate(RUNS):
+        wsd = ["--dtype", "fp16", "optim.schedule=wsd", "optim.decay_steps=1"]
+        for number, words in enumerate((["--ram-fraction", "0.5", "--save-every", "1"], wsd)):
             where = ["--nvme", str(tmp_path), "--output", str(tmp_path / f"out-{number}")]
             config = load_config([*TINY, "--steps", "2", "optim.warmup_steps=0", *where, *words])
             prepare_process(config)

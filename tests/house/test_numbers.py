@@ -19,7 +19,7 @@ from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.machine import rate_cache
 from offload_trainer.machine.probe import probe_machine
-from offload_trainer.model.loader import ModelSource, resolve_model
+from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.machine import Rate, Rates
 
 pytestmark = pytest.mark.slow
@@ -58,22 +58,20 @@ CASES = [(name, "") for name in MODELS] + [(name, pattern) for name, some in FRO
 ROWS, LENGTH = 2, 48
 
 
-def source_of(folder: Path, name: str, frozen: str) -> ModelSource:
-    (folder / "config.json").write_text(json.dumps(_SMALL | MODELS[name]))
+@pytest.mark.parametrize(("name", "frozen"), CASES)
+def test_flops_are_torchs(name: str, frozen: str, tmp_path: Path) -> None:
+    """Frozen weights have no gradients, and the backward stops at the first trained weight."""
+    (tmp_path / "config.json").write_text(json.dumps(_SMALL | MODELS[name]))
     freeze = (frozen,) if frozen else ()
-    return resolve_model(ModelSection(name=str(folder), random_init=True, attention="eager", freeze=freeze), seed=0)
-
-
-def counted_flops(source: ModelSource) -> tuple[int, int]:
-    """Return the forward and backward FLOPs of transformers' model, by torch's counter.
-
-    Attention uses plain products, since the counter includes recomputation in the backward of a fused one. Experts run
-    in a loop, since the counter lacks the CPU's grouped product.
-    """
+    # The counter includes recomputation in the backward of fused attention, and lacks the CPU's grouped product, so
+    # attention uses plain products, and experts run in a loop.
+    section = ModelSection(name=str(tmp_path), random_init=True, attention="eager", freeze=freeze)
+    source = resolve_model(section, seed=0)
     source.config._experts_implementation = "eager"
+    shape = source.shape
     module = source.build(dtype=torch.float32)
-    assert source.shape.parameters == module.model.num_parameters()
-    trained = [weight.name for weight in source.shape.weights if weight.trainable]
+    assert shape.parameters == module.model.num_parameters()
+    trained = [weight.name for weight in shape.weights if weight.trainable]
     assert trained == [name for name, parameter in module.model.named_parameters() if parameter.requires_grad]
     for parameter in module.model.parameters():
         torch.nn.init.normal_(parameter.data, std=0.02)
@@ -82,18 +80,9 @@ def counted_flops(source: ModelSource) -> tuple[int, int]:
         loss = module(tokens[:, :-1], tokens[:, 1:])
     with FlopCounterMode(display=False) as backward:
         loss.backward()
-    return forward.get_total_flops(), backward.get_total_flops()
-
-
-@pytest.mark.parametrize(("name", "frozen"), CASES)
-def test_flops_are_torchs(name: str, frozen: str, tmp_path: Path) -> None:
-    """Frozen weights have no gradients, and the backward stops at the first trained weight."""
-    source = source_of(tmp_path, name, frozen)
-    shape = source.shape
-    forward, backward = counted_flops(source)
-    tokens, ours = ROWS * LENGTH, shape.block_flops(seq_len=LENGTH) + shape.head_flops()
-    assert tokens * ours == pytest.approx(forward, rel=1e-6)
-    assert tokens * shape.backward_flops(seq_len=LENGTH) == pytest.approx(backward, rel=1e-6)
+    count, ours = ROWS * LENGTH, shape.block_flops(seq_len=LENGTH) + shape.head_flops()
+    assert count * ours == pytest.approx(forward.get_total_flops(), rel=1e-6)
+    assert count * shape.backward_flops(seq_len=LENGTH) == pytest.approx(backward.get_total_flops(), rel=1e-6)
     assert shape.flops_per_token(seq_len=LENGTH) == ours + shape.backward_flops(seq_len=LENGTH)
 
 
@@ -130,7 +119,6 @@ def loss_of(model: Any, rows: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> Counted:
-    """Run training with a drive, validations and saves."""
     folder, drive = tmp_path_factory.mktemp("numbers"), tmp_path_factory.mktemp("drive")
     words = ["--steps", STEPS, "train.eval_every=3", "--save-every", 3, "data.shuffle=false", "optim.warmup_steps=0"]
     words += ["placement.threads=2", "--nvme", drive, "--ram-fraction", "0.5", f"train.eval_rows={EVAL_ROWS}"]
@@ -201,7 +189,6 @@ def test_steps_count_the_bytes_of_memory_and_drives(counted: Counted) -> None:
 
 
 def test_evaluations_have_transformers_loss(counted: Counted) -> None:
-    """Of the last 5 % of the rows."""
     evaluations = [json.loads(line) for line in (counted.run.output / "evaluations.jsonl").read_text().splitlines()]
     assert [record["step"] for record in evaluations] == [3, 6]
     model, rows = counted.model(), (len(counted.ids) - 1) // SEQ

@@ -113,7 +113,6 @@ def test_auto_never_picks_what_is_not_installed() -> None:
 
 
 def test_a_broken_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that is installed but broken is reported as such; DeepSpeed fails so without a CUDA toolkit."""
     monkeypatch.setattr(stock, "is_installed", lambda name: True)
     broken = "--engine deepspeed needs deepspeed, which is installed but cannot be imported: CUDA_HOME does not exist"
     with pytest.raises(TrainerError, match=broken), stock.importing("deepspeed", feature="--engine deepspeed"):
@@ -145,7 +144,7 @@ def test_a_terminal_is_told_before_torch_is_loaded(words: list[str]) -> None:
     assert "torch is not installed" in last
 
 
-def test_a_library_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_too_old_is_named_and_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "version", lambda name: {"transformers": "4.57.6", "torch": "2.9.0+cu128"}[name])
     assert too_old("transformers") == "4.57.6"
     assert too_old("torch") is None
@@ -154,16 +153,12 @@ def test_a_library_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(doctor, "too_old", lambda name: "4.57.6" if name == "transformers" else None)
     (check,) = doctor._packages()
     assert (check.state, check.fix) == ("failure", "pip install 'transformers>=5.8'")
-
-
-def test_a_bug_keeps_its_traceback() -> None:
     assert explain_import(ModuleNotFoundError("no", name="offload_trainer.nowhere")) is None
     assert explain_import(ImportError("cannot import name", name="json")) is None
     assert not is_installed("no_such_module")
 
 
 # -- docs/install.md and the Dockerfile install the same torch for a card, and name every extra ------------------------
-
 
 PAGE = (ROOT / "docs/install.md").read_text()
 IMAGE = re.sub(r"\\\n", "", (ROOT / "Dockerfile").read_text())  # one instruction a line

@@ -97,9 +97,7 @@ def _edit(checkpoint: Path, change: Callable[[dict[str, Any]], Any], *, name: st
     ],
     ids=["special file", "directory", "kind"],
 )
-def test_damaged_checkpoints_are_refused_with_what_to_do(
-    change: Callable[[Path], object], wrong: str, tmp_path: Path
-) -> None:
+def test_damaged_checkpoints_are_refused(change: Callable[[Path], object], wrong: str, tmp_path: Path) -> None:
     """soak/damage.py has more kinds of damage, of these and of the files below."""
     save(tmp_path, 1)
     checkpoint = save(tmp_path, 2)

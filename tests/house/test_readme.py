@@ -29,15 +29,11 @@ COMMANDS = {(one or other).replace("\\\n", "") for text in TEXTS.values() for on
 # The text only names these.
 COMMANDS -= {f"offload-train {name}" for name in ("plan", "tune", "bench", "export", "import", "plan ... --explain")}
 SCRIPT = re.compile(r"((?:scripts|soak|benchmarks|tests)/[\w/]+\.(?:py|sh))")
-SCRIPTS = sorted({found for text in TEXTS.values() for found in SCRIPT.findall(text)})
-RUN = ("plan", "ls", "cp", "--help", "runs")
 TARGETS = {
     one or other
     for text in TEXTS.values()
     for one, other in re.findall(r"^ {4}make (\w+)|`make (\w+)`", text, re.MULTILINE)
 }
-TABLES = [*PAGES, "CHANGELOG.md", "tests/README.md"]
-LINKS = [(page, link) for page, text in TEXTS.items() for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)]
 
 
 def verb(command: str) -> str:
@@ -46,12 +42,9 @@ def verb(command: str) -> str:
 
 
 def is_run(command: str) -> bool:
-    """Return whether this module runs the command.
-
-    tests/plan/test_recipes.py plans the recipes, since their models are on the hub. tests/tools/test_newcomer.py runs
-    the tutorial's commands, whose models are the demo's and one of the hub.
-    """
-    return verb(command) in RUN and not any(name in command for name in ("configs/", "demo-run/", "Qwen/"))
+    # tests/plan/test_recipes.py plans the recipes, and tests/tools/test_newcomer.py runs the tutorial's commands.
+    runs = verb(command) in ("plan", "ls", "cp", "--help", "runs")
+    return runs and not any(name in command for name in ("configs/", "demo-run/", "Qwen/"))
 
 
 @pytest.mark.slow
@@ -59,7 +52,6 @@ def is_run(command: str) -> bool:
 def test_commands_without_training_run(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Commands without training run; their plans use a named machine and a preset for missing drives and models."""
     words = shlex.split(command)[1:]
     if words[0] == "plan":
         if "--nvme" in words:
@@ -83,8 +75,9 @@ def test_commands_without_training_run(
 
 def test_each_command_is_on_a_page_and_what_pages_name_exists() -> None:
     assert {verb(command) for command in COMMANDS} == {*OURS, "--help"}
-    assert not [script for script in SCRIPTS if not (ROOT / script).is_file()]
-    assert not [(page, link) for page, link in LINKS if not (ROOT / page).parent.joinpath(link).exists()]
+    assert not [name for text in TEXTS.values() for name in SCRIPT.findall(text) if not (ROOT / name).is_file()]
+    links = [(page, link) for page, text in TEXTS.items() for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)]
+    assert not [(page, link) for page, link in links if not (ROOT / page).parent.joinpath(link).exists()]
     assert set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)) >= TARGETS
     named = set(re.findall(r"`([a-z]+/test_\w+\.py)`", (ROOT / "tests/README.md").read_text()))
     assert named == {path.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
@@ -106,7 +99,7 @@ def test_commands(command: str) -> None:
     load_config(rest[2:] if name == "import" else rest)
 
 
-@pytest.mark.parametrize("page", TABLES)
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md", "tests/README.md"])
 def test_tables_are_tables(page: str) -> None:
     """Each row begins and ends with a bar, and has as many cells as the header, behind which is a separator."""
     table: list[int] = []  # cells of each row; a bar in code or behind a backslash is text
@@ -124,22 +117,15 @@ def test_tables_are_tables(page: str) -> None:
         table = []
 
 
-def quoted() -> list[str]:
-    """Return the messages that the pages quote: in the first column of tables whose header begins with "message" or
-    "symptom", and behind "says".
-    """
-    found: list[str] = []
-    for text in TEXTS.values():
-        in_table = False
-        found += [" ".join(message.split()) for message in re.findall(r"\bsays?\s`([^`]+)`", text)]
-        for line in text.splitlines():
-            in_table = line.startswith(("| message", "| symptom")) or (in_table and line.startswith("|"))
-            found += re.findall(r"^\| `(.+?)`", line) if in_table else []
-    return found
-
-
 def test_quoted_messages_are_printed() -> None:
-    """`...` in a message stands for any text of the same string."""
+    """They are in the first column of tables of messages or symptoms, and behind "says". `...` stands for any text."""
+    messages: list[str] = []
+    for page in TEXTS.values():
+        in_table = False
+        messages += [" ".join(message.split()) for message in re.findall(r"\bsays?\s`([^`]+)`", page)]
+        for line in page.splitlines():
+            in_table = line.startswith(("| message", "| symptom")) or (in_table and line.startswith("|"))
+            messages += re.findall(r"^\| `(.+?)`", line) if in_table else []
     text = []
     for node in (
         node for path in (ROOT / "offload_trainer").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
@@ -147,7 +133,6 @@ def test_quoted_messages_are_printed() -> None:
         if isinstance(node, ast.Constant | ast.JoinedStr):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             text.append("".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in parts))
-    messages = quoted()
     assert len(messages) > 20
     for message in messages:
         pattern = re.compile(".*".join(map(re.escape, re.split(r"\s*\.\.\.\s*", message))))

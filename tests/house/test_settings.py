@@ -40,10 +40,14 @@ from offload_trainer.storage.owned_dirs import cache_directory
 from offload_trainer.units import shown
 
 
-def mistakes(*words: str) -> list[str]:
+def told(*words: str) -> str:
     with pytest.raises(UserError) as caught:
         load_config(list(words))
-    first, *lines = str(caught.value).splitlines()
+    return str(caught.value)
+
+
+def mistakes(*words: str) -> list[str]:
+    first, *lines = told(*words).splitlines()
     assert first.startswith(str(len(lines)))
     return [line.removeprefix("  - ") for line in lines]
 
@@ -93,10 +97,7 @@ def test_several_texts_after_one_flag_and_texts_by_a_pattern(tmp_path: Path, mon
         ("", ["--epochs", "3", "optim.warmup_steps=500"], {"train.steps": 300, "train.epochs": 3.0}),
     ],
 )
-def test_values_of_the_file_and_then_of_words_in_order(
-    file: str, words: list[str], expected: dict[str, Any], tmp_path: Path
-) -> None:
-    """A dump reads back."""
+def test_words_come_after_the_file(file: str, words: list[str], expected: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(file)
     config = load_config([str(path), *words])
@@ -107,8 +108,7 @@ def test_values_of_the_file_and_then_of_words_in_order(
     assert load_config([str(path)]) == config
 
 
-def test_an_invalid_list_is_refused() -> None:
-    """And a pattern that YAML would refuse is taken unchanged."""
+def test_an_invalid_list_is_refused_and_a_pattern_that_yaml_would_refuse_is_not() -> None:
     (told,) = mistakes(r'model.freeze=[wte,"h\.0\."]')
     assert told.startswith(r'model.freeze=[wte,"h\.0\."]: not YAML: ')
     assert "unknown escape character" in told
@@ -197,7 +197,6 @@ def test_a_wrong_name_of_the_file_leads_to_the_file_beside_it(tmp_path: Path) ->
 
 
 def test_a_value_of_another_kind() -> None:
-    """Words are read within the limits of files."""
     for word, wanted in {
         "train.epochs=abc": "a number or 'auto'",
         "optim.betas=[0.9]": "a list of all",
@@ -228,8 +227,7 @@ BOMBS = {
 }
 
 
-def test_a_file_that_is_no_configuration_is_one_mistake(tmp_path: Path) -> None:
-    """Also one that cannot be read, which does not block."""
+def test_a_file_that_is_no_configuration_or_cannot_be_read_is_one_mistake(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     for text, wrong in BOMBS.values():
         file.write_bytes(text.encode(errors="surrogateescape"))
@@ -262,7 +260,6 @@ def read_back(values: dict[str, Any], file: Path) -> None:
 
 
 def test_texts_and_numbers_read_back(tmp_path: Path) -> None:
-    """Texts keep their type as values, as keys and in lists; so do numbers where text is allowed too."""
     overrides = {
         f"{kind}{number}": value
         for kind, some in (("t", TEXTS), ("n", [*NUMBERS, True, False]))
@@ -293,10 +290,7 @@ def test_every_kind_of_value_of_every_key_reads_back(tmp_path: Path, monkeypatch
 
 
 def test_answers_without_torch(tmp_path: Path) -> None:
-    """Help, mistakes and recipes load nothing heavy and write only a copy; a mistake exits with 2.
-
-    A model, drive or file that is missing is named before torch is loaded.
-    """
+    """So do mistakes, recipes, which write only a copy, and a model, drive or file that is missing."""
     code = (
         "import sys; from offload_trainer.cli import main\n"
         "words = (['--help'], ['optim.lrr=1'], ['plan', '--stepz', '3'], ['--print-config'], ['ls'],\n"
@@ -318,7 +312,6 @@ def test_answers_without_torch(tmp_path: Path) -> None:
 
 
 def test_documentation_of_keys_is_current() -> None:
-    """docs/config.md is the output of scripts/write_config_docs.py."""
     from write_config_docs import page
 
     assert Path("docs/config.md").read_text() == page()
@@ -334,7 +327,8 @@ def test_the_cache_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_directory() == Path.home() / "here"
 
 
-def test_a_flag_of_one_command_names_that_command() -> None:
+def test_a_flag_of_one_command_names_that_command_and_configuration_words_keep_their_order() -> None:
+    """A command takes its own switches from anywhere; all other words, values among them, are configuration."""
     for words, command in (
         (["--machine", "v100-32gb"], "plan"),
         (["--lr", "1", "--write=a"], "tune"),
@@ -343,9 +337,11 @@ def test_a_flag_of_one_command_names_that_command() -> None:
         with pytest.raises(UserError, match=f"only `offload-train {command}` takes this flag"):
             parse("train", words)
     assert parse("train", ["--seed", "1", "--dtype", "bf16"])[1] == ["--seed", "1", "--dtype", "bf16"]
+    words = ["a.yaml", "--lr", "-1e-4", "--seed", "-1", "x.y=--json", "--data", "a b", "c", "--no-such", "--lr=2"]
+    given, rest = parse("plan", [*words[:2], "--machine", "h200", *words[2:], "--json", "--nodes=2"])
+    assert rest == words
+    assert (given.machine, given.nodes, given.json, given.parallel) == ("h200", 2, True, False)
 
-
-ADAPTERS, QUANTISED, LOGGED = "for adapters (PEFT) use the Python library", "never quantised", "metrics.jsonl"
 
 # what a user types -> the equivalent here, or a part of the message if nothing is equivalent
 LEADS: dict[str, str] = {
@@ -356,7 +352,7 @@ LEADS: dict[str, str] = {
     "--optim adamw_8bit": "optim.moment_dtype=8bit",
     "--deepspeed ds.json": "--engine deepspeed",
     "--push_to_hub": "hf upload USER/NAME DIR",
-    "--logging_steps 10": LOGGED,
+    "--logging_steps 10": "metrics.jsonl",
     "--attn_implementation flash_attention_2": "model.attention=sdpa",
     "train_batch_size=64": "train.gradient_accumulation_steps=N",  # DeepSpeed
     "zero_optimization.offload_param.device=nvme": "placement.params=nvme",
@@ -367,7 +363,7 @@ LEADS: dict[str, str] = {
     "--wandb_log=True": "save.trackers=wandb",
     "--dtype=bfloat16": "use bf16",
     "--precision bf16-true": "--dtype bf16",  # LitGPT
-    "--quantize bnb.nf4": QUANTISED,
+    "--quantize bnb.nf4": "never quantised",
     "--resume true": "use auto",
     "--optimizer AdamW": "use optim.name=adamw",
     "--gpu 0": "CUDA_VISIBLE_DEVICES",
@@ -383,13 +379,6 @@ THEIR_COMMANDS = {
     "gpt2-xl": "--model gpt2-xl",
     "trian": "did you mean train?",
 }
-SWITCHES = {"--version", "--help", *(name for command in COMMANDS.values() for name in command.arguments)}
-
-
-def told(*words: str) -> str:
-    with pytest.raises(UserError) as caught:
-        load_config(list(words))
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(("typed", "here"), LEADS.items())
@@ -408,10 +397,14 @@ def _unknown_words(text: str) -> list[str]:
     """Return the keys and flags in a sentence that do not exist."""
     named = re.findall(r"(?<![\w./-])(--[a-z][a-z-]+|[a-z]+\.[a-z][a-z_]+)\b(?!\.\w)", text)
     beginnings = ("--", *{f"{key.partition('.')[0]}." for key in all_keys()})
-    return [word for word in named if word.startswith(beginnings) and word not in {*FLAGS, *SWITCHES, *all_keys()}]
+    switches = {"--version", "--help", *(name for command in COMMANDS.values() for name in command.arguments)}
+    return [word for word in named if word.startswith(beginnings) and word not in {*FLAGS, *switches, *all_keys()}]
 
 
-def test_each_target_exists() -> None:
+def test_each_target_exists_and_no_word_has_two_meanings() -> None:
+    for table in (_TERMS, _COMMANDS):
+        every = [word for word, _ in _terms(table)]
+        assert sorted(every) == sorted(set(every))
     assert not _BY_WORD.keys() & ({plain(name) for name in FLAGS} - {"optimizer"})
     for term in {*_BY_WORD.values(), *_FAMILIES.values()}:
         key, fixed, _ = term.here.partition("=")
@@ -422,9 +415,6 @@ def test_each_target_exists() -> None:
         assert not _unknown_words(term.note)
         assert all(Path(page).exists() for page in re.findall(r"docs/[a-z_/]+\.md", term.note))
         assert COMMANDS.keys() >= set(re.findall(r"`offload-train ([a-z]+)", term.note))
-
-
-def test_each_translated_value_is_allowed() -> None:
     for key, values in _BY_VALUE.items():
         for value, here in values.items():
             load_config([here if "=" in here else f"{key}={here}", "--nvme", "/x"])
@@ -440,12 +430,6 @@ def test_the_names_of_the_page_are_known() -> None:
         assert re.search("; use |; did you mean ", told(f"{name}=1")), name
 
 
-@pytest.mark.parametrize("table", [_TERMS, _COMMANDS])
-def test_no_word_has_two_meanings(table: str) -> None:
-    every = [word for word, _ in _terms(table)]
-    assert sorted(every) == sorted(set(every))
-
-
 def test_commands_of_other_trainers_lead_to_commands() -> None:
     for word, here in THEIR_COMMANDS.items():
         with pytest.raises(UserError, match=f"neither a command.*{re.escape(here)}"):
@@ -457,7 +441,6 @@ def test_commands_of_other_trainers_lead_to_commands() -> None:
 
 
 def test_misspellings() -> None:
-    """Suggestions differ by at most two letters."""
     for typed, meant in {
         "--lrr 1": "--lr",
         "--lerning-rate 3": "--lr 3",
@@ -474,7 +457,6 @@ def test_misspellings() -> None:
 
 
 def test_a_file_of_another_trainer_is_read_to_its_end(tmp_path: Path) -> None:
-    """One message lists every key of another trainer's file, flat or in sections, with its name here."""
     path = tmp_path / "axolotl.yaml"
     path.write_text(
         "base_model: gpt2\nlearning_rate: 2e-5\nadapter: lora\nfp16: false\ndatasets:\n  - path: x\n"
@@ -486,7 +468,7 @@ def test_a_file_of_another_trainer_is_read_to_its_end(tmp_path: Path) -> None:
     for here in (
         "base_model: unknown key; use model.name=gpt2",
         "learning_rate: unknown key; use optim.lr=2e-05",
-        f"adapter: unknown key; this command trains all weights; {ADAPTERS}",
+        "adapter: unknown key; this command trains all weights; for adapters (PEFT) use the Python library",
         "fp16: unknown key; leave it out",
         "bf16: unknown key; use model.dtype=bf16|fp16|fp32",
         "foo.bar: unknown key",
@@ -514,11 +496,7 @@ def test_only_misspellings_are_suggested() -> None:
     assert not guessed
 
 
-STEERING = "\x1b[2J\x1b]0;title\x07\x9b\u202e"
-
-
 def test_help_of_every_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Help fits the terminal; commands show their switches, and every flag if they take a configuration."""
     monkeypatch.setenv("COLUMNS", "90")
     for command in (None, *COMMANDS):
         assert cli.main([*([command] if command else []), "--help"]) == 0
@@ -533,14 +511,6 @@ def test_help_of_every_command(capsys: pytest.CaptureFixture[str], monkeypatch: 
             assert bool(re.search(rf"^  {name}\b", printed, re.MULTILINE)) == expected, name
 
 
-def test_configuration_words_keep_their_order() -> None:
-    """A command takes its own switches from anywhere; all other words, values among them, are configuration."""
-    words = ["a.yaml", "--lr", "-1e-4", "--seed", "-1", "x.y=--json", "--data", "a b", "c", "--no-such", "--lr=2"]
-    given, rest = parse("plan", [*words[:2], "--machine", "h200", *words[2:], "--json", "--nodes=2"])
-    assert rest == words
-    assert (given.machine, given.nodes, given.json, given.parallel) == ("h200", 2, True, False)
-
-
 def test_sizes_that_users_write() -> None:
     for text, size in {"5GB": 5 * 10**9, "1.5 kB": 1500, "2GiB": 2 << 30, "77": 77}.items():
         assert parse("export", ["run", "out", "--max-shard-size", text])[0].max_shard_size == size
@@ -549,10 +519,7 @@ def test_sizes_that_users_write() -> None:
             parse("export", ["run", "out", f"--max-shard-size={text}"])
 
 
-def test_the_program_without_arguments_prints_help(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The program without arguments prints help and does not train; `train` alone starts the default run."""
+def test_no_arguments_print_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(COMMANDS, "train", replace(COMMANDS["train"], run=lambda *_: None))
     assert cli.main([]) == 2
     printed = capsys.readouterr()
@@ -577,8 +544,9 @@ def test_why_a_slower_plan_was_not_chosen() -> None:
 
 
 def test_contents_of_files_are_escaped_for_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([f"--output={STEERING}x", f"optim.lr={STEERING}"]) == 2
-    Log(loud=True).say(f"note: {STEERING}")
+    steering = "\x1b[2J\x1b]0;title\x07\x9b\u202e"
+    assert cli.main([f"--output={steering}x", f"optim.lr={steering}"]) == 2
+    Log(loud=True).say(f"note: {steering}")
     printed = capsys.readouterr().err
     assert "\\x1b[2J" in printed
     assert all(letter.isprintable() for letter in printed.replace("\n", ""))

@@ -16,7 +16,7 @@ from engine_bench import assert_same
 from forked_child import in_a_fork
 from hf_trainers import HOMES, STEPS, Ours, arguments, loaded, ours, rows, stock, told, weights
 from huggingface_hub.utils import filter_repo_objects
-from reference_muon import MuonWithAdamW
+from plain_engine import MuonWithAdamW
 from seen_calls import calls_of, kill_in
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
@@ -26,9 +26,11 @@ from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.errors import UserError
 from offload_trainer.hf import Offloaded, attach, session_of
 
+Reference = tuple[list[dict[str, Any]], Path]
+
 
 @pytest.fixture(scope="module")
-def reference(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+def reference(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """Train with the stock Trainer and clipping; return its logs and its output directory."""
     output = tmp_path_factory.mktemp("stock")
     trainer = stock(folder, output)
@@ -41,9 +43,7 @@ def reference(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[l
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_logs_and_weights_are_the_stock_trainers(
-    home: str, folder: Path, reference: tuple[list[dict[str, Any]], Path], drive: Path, tmp_path: Path
-) -> None:
+def test_logs_and_weights_are_stock(home: str, folder: Path, reference: Reference, drive: Path, tmp_path: Path) -> None:
     """20 clipped steps of two micro-batches, with a cosine schedule, evaluations and saves, match the stock Trainer."""
     expected, theirs = reference
     with loaded(folder, drive, home=home) as model:
@@ -87,13 +87,7 @@ def test_muon(folder: Path, drive: Path, tmp_path: Path) -> None:
 # `log` is called after each step and each of the evaluations at 5 and 10; a state of RNGs is saved at 5 and 10.
 @pytest.mark.parametrize(("name", "nth", "whole"), [("log", 12 + 2, 10), ("_save_rng_state", 2, 5)])
 def test_killed_and_resumed(
-    name: str,
-    nth: int,
-    whole: int,
-    folder: Path,
-    reference: tuple[list[dict[str, Any]], Path],
-    drive: Path,
-    tmp_path: Path,
+    name: str, nth: int, whole: int, folder: Path, reference: Reference, drive: Path, tmp_path: Path
 ) -> None:
     def die() -> None:
         with loaded(folder, drive) as model:
@@ -117,9 +111,7 @@ def test_killed_and_resumed(
 
 
 @pytest.mark.slow
-def test_the_best_model_is_loaded_at_the_end(
-    folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_model_is_loaded(folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the last one, as the metric is reversed. A checkpoint is on the disk before older ones are removed."""
     order: list[str] = []
     sync, rotate = hf.sync_tree, hf.rotate_checkpoints
@@ -283,9 +275,7 @@ def test_saving_a_model_that_is_not_transformers_is_refused(drive: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_pushes_hold_a_model_and_no_state(
-    folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pushes_hold_no_state(folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves and the end push the stock Trainer's model; checkpoints, with state, only by `save_only_model`."""
     pushes: list[tuple[str, Path]] = []  # path in the repository, and a copy of what was pushed
 

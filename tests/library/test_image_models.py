@@ -164,9 +164,6 @@ def test_weights_of_a_classifier_around_an_image_text_model(drive: Path, tmp_pat
         assert_same(dict(classifier.model.named_parameters()), expected)
 
 
-# -- the Trainer ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_trainer_with_a_collator_of_images(models: Callable[[str], Any], drive: Path, tmp_path: Path) -> None:
     folder, data = models("Idefics3")
@@ -187,18 +184,14 @@ def test_a_trainer_with_a_collator_of_images(models: Callable[[str], Any], drive
     assert_same(dict(saved.named_parameters()), dict(stock.model.named_parameters()))
 
 
-# -- which class ------------------------------------------------------------------------------------------------------
-
-
-def resolved(folder: Path, **words: Any) -> Any:
-    return resolve_model(ModelSection(name=str(folder), random_init=True), seed=0, **words)
-
-
 @pytest.mark.slow
 def test_which_class_a_name_stands_for(tmp_path: Path) -> None:
     """A configuration of both kinds is what its checkpoint says, and with no images only its language model."""
     for folder, kind in (("both", Qwen3_5Config), ("images", LlavaConfig)):
         AutoModelForImageTextToText.from_config(tiny_config(kind)).save_pretrained(tmp_path / folder)
+
+    def resolved(folder: Path, **words: Any) -> Any:
+        return resolve_model(ModelSection(name=str(folder), random_init=True), seed=0, **words)
 
     def name(folder: str, **words: Any) -> str:
         return type(resolved(tmp_path / folder, **words).build(dtype=torch.float32).model).__name__
@@ -278,9 +271,6 @@ def test_the_command_trains_on_text_alone(models: Callable[[str], Any], drive: P
     refused = call(*words, "--data", tmp_path / "talk.jsonl", output=tmp_path / "refused", check=False)
     assert refused.code == 2
     assert "line 1: message 1 holds something other than text: this command trains on text alone" in refused.text
-
-
-# -- what a plan counts -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -316,35 +316,33 @@ def assert_trains(offloaded: Offloaded, loss_of: Callable[[Any, int], torch.Tens
     assert trained(model, session, loss_of) == trained(reference, None, loss_of)
 
 
-WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
-    "foreach": lambda w: torch._foreach_mul_([w], 0.5),
-    "init by keyword": lambda w: nn.init.kaiming_uniform_(tensor=w),
-    "view of a view": lambda w: w.detach().view(-1)[3:].mul_(2),
-    "chunk": lambda w: w.chunk(2)[1].mul_(2),
-    "set": lambda w: w.set_(torch.ones(2)),
-    "data of a view": lambda w: w.t().data.clamp_(-0.01, 0.01),
-    "item of data": lambda w: w.data.__setitem__(0, 1.0),
-    "in place": lambda w: w.__imul__(2),
-    "out": lambda w: torch.add(w, 1, out=w),
-    "out of a view": lambda w: torch.add(w, 1, out=w.detach()),
-    "dropout": lambda w: functional.dropout(w, 0.5, True, True),
-    "max_norm": lambda w: functional.embedding(torch.tensor([0, 1]), w, max_norm=0.01),
-    "bag": lambda w: functional.embedding_bag(torch.tensor([[0, 1]]), w, max_norm=0.01),
-    "swap": lambda w: torch.utils.swap_tensors(w, nn.Parameter(torch.ones(32, 16))),
-    "swap with a view": lambda w: torch.utils.swap_tensors(torch.ones(32, 16), w.detach()),
-    "data set": lambda w: setattr(w.detach(), "data", torch.ones(32, 16)),
-    "dlpack": lambda w: torch.from_dlpack(w.detach()).zero_(),
-    "storage": lambda w: w.detach().storage().fill_(0),
-    "new parameter": nn.Parameter,
-    "new parameter of a view": lambda w: nn.Parameter(w.data),
-}
-
-
 def test_writes_are_refused_and_change_nothing(offloaded: Offloaded) -> None:
+    writes: dict[str, Callable[[nn.Parameter], Any]] = {
+        "foreach": lambda w: torch._foreach_mul_([w], 0.5),
+        "init by keyword": lambda w: nn.init.kaiming_uniform_(tensor=w),
+        "view of a view": lambda w: w.detach().view(-1)[3:].mul_(2),
+        "chunk": lambda w: w.chunk(2)[1].mul_(2),
+        "set": lambda w: w.set_(torch.ones(2)),
+        "data of a view": lambda w: w.t().data.clamp_(-0.01, 0.01),
+        "item of data": lambda w: w.data.__setitem__(0, 1.0),
+        "in place": lambda w: w.__imul__(2),
+        "out": lambda w: torch.add(w, 1, out=w),
+        "out of a view": lambda w: torch.add(w, 1, out=w.detach()),
+        "dropout": lambda w: functional.dropout(w, 0.5, True, True),
+        "max_norm": lambda w: functional.embedding(torch.tensor([0, 1]), w, max_norm=0.01),
+        "bag": lambda w: functional.embedding_bag(torch.tensor([[0, 1]]), w, max_norm=0.01),
+        "swap": lambda w: torch.utils.swap_tensors(w, nn.Parameter(torch.ones(32, 16))),
+        "swap with a view": lambda w: torch.utils.swap_tensors(torch.ones(32, 16), w.detach()),
+        "data set": lambda w: setattr(w.detach(), "data", torch.ones(32, 16)),
+        "dlpack": lambda w: torch.from_dlpack(w.detach()).zero_(),
+        "storage": lambda w: w.detach().storage().fill_(0),
+        "new parameter": nn.Parameter,
+        "new parameter of a view": lambda w: nn.Parameter(w.data),
+    }
     model, _, _ = offloaded
     weight = model.blocks[1][0].weight
     weight.data  # noqa: B018 - it may be in separate memory, and in its buffer
-    for name, write in WRITES.items():
+    for name, write in writes.items():
         for mode in (torch.no_grad(), torch.enable_grad()):
             with mode, pytest.raises(ot.UserError, match=r"blocks\.1\.0\.weight"):
                 pytest.fail(f"{name}: {write(weight)}")
@@ -404,7 +402,6 @@ def test_an_unforeseen_write_stops_the_step(home: str, tmp_path: Path) -> None:
 
 
 def test_a_view_reads_its_parameters_current_values(offloaded: Offloaded) -> None:
-    """A view reads the parameter's current values, wherever it was made and whether the weight is on the device."""
     model, reference, _ = offloaded
     views: dict[Any, list[torch.Tensor]] = {model: [], reference: []}
 

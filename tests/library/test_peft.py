@@ -33,7 +33,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 FROZEN = ["."]
 ALL_BUT_NORMS = [r"^(?!.*norm)"]
-DROPPED: dict[str, Any] = {"lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 ADAPTERS = "adapter_model.safetensors"
 
 
@@ -113,14 +112,9 @@ def test_in_bf16_merged_weights_are_pefts_too(folder: Path, drive: Path, tmp_pat
     assert_same(streamed, dict(merged.named_parameters()))
 
 
-# -- saves -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("base", "keys"), [("model", {}), ("nf4", {"overlap": "forward"})])
-def test_resumed_in_another_placement_it_has_the_same_bits(
-    base: str, keys: dict[str, Any], folder: Path, drive: Path, tmp_path: Path
-) -> None:
+def test_resumed_in_another_place(base: str, keys: dict[str, Any], folder: Path, drive: Path, tmp_path: Path) -> None:
     """Norms that are offloaded share one optimizer with the adapters, which are new when it resumes."""
     reference = with_norms(adapted(plain(folder, base)))
     expected = by_torch(reference)
@@ -174,9 +168,6 @@ def test_a_save_holds_adapters_and_other_ones_refuse_it(folder: Path, drive: Pat
                 session.resume(save)
             assert_same(adapters_of(model), before)
             assert not any(optimizer.state.values())
-
-
-# -- a step ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_step_updates_both_or_neither(folder: Path, drive: Path) -> None:
@@ -240,9 +231,6 @@ def test_other_trained_parameters_are_counted(folder: Path, drive: Path, tmp_pat
             session.export(tmp_path / "out")
 
 
-# -- the Trainer -------------------------------------------------------------------------------------------------------
-
-
 SAVED: dict[str, dict[str, Any]] = {  # each is saved, loaded by PEFT, and resumed by the Trainer
     "DoRA": {"use_dora": True},
     "tokens": {"trainable_token_indices": {"embed_tokens": [1, 5, 7]}},
@@ -262,7 +250,7 @@ def test_other_adapters_are_trained_saved_and_resumed(kind: str, folder: Path, d
     biases = kind == "bias"
     folder = model_folder(tmp_path / "biases", attention_bias=True) if biases else folder
     keys = {"freeze": [r"^(?!.*bias)"] if biases else FROZEN}
-    words = DROPPED | SAVED[kind]
+    words = {"lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj", "down_proj"]} | SAVED[kind]
     stock = short(Trainer, adapted(plain(folder), **words), tmp_path / "stock")
     stock.train()
     theirs = load_file(tmp_path / "stock/checkpoint-4" / ADAPTERS)
@@ -293,8 +281,6 @@ PROMPTS: dict[str, peft.PeftConfig] = {  # adapters that are no LoRA
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_prompts_and_scales_in_a_bare_loop(kind: str, folder: Path, drive: Path) -> None:
-    """A loop without `micro_batch` and without the Trainer has plain torch's bits."""
-
     def losses(model: Any) -> list[float]:
         torch.manual_seed(7)
         model = peft.get_peft_model(model, copy.deepcopy(PROMPTS[kind]))

@@ -28,16 +28,12 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's"),
     pytest.mark.usefixtures("nothing_is_small"),
 ]
-BASES = ("nf4", "int8")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model whose blocks are large enough that the padding of their stored bytes is not."""
     return model_folder(tmp_path_factory.mktemp("model"), hidden_size=256, intermediate_size=512)
-
-
-# -- bytes -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -68,7 +64,6 @@ def test_bytes_of_a_pass(
 @pytest.mark.slow
 @pytest.mark.parametrize(("base", "home"), [("model", "in RAM"), ("int8", "in RAM"), ("nf4", "on the drive")])
 def test_memory_is_the_plans(home: str, base: str, folder: Path, drive: Path) -> None:
-    """Stored weights, buffers of weights in use, and those of quantised weights have the planned bytes."""
     with opened(folder, drive, base, home=home) as session:
         items = {(item.tier, item.name): item.bytes for item in session.plan.items}
         model, tier = session._offloaded, {"on the drive": str(drive)}.get(home, "ram")
@@ -85,7 +80,7 @@ def test_memory_is_the_plans(home: str, base: str, folder: Path, drive: Path) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", ["nf4", "int8"])
 def test_stored_forms_of_sizes_that_do_not_divide(base: str, dtype: torch.dtype) -> None:
     """Odd matrices, blocks of zeros, stacked experts, biases and trained weights come back as bitsandbytes has them."""
     words: dict[str, Any] = {"unit": "h.0", "block": True}
@@ -166,9 +161,6 @@ def test_linear_layers_and_experts_are_quantised(kind: str, drive: Path, tmp_pat
             assert torch.equal(session.model.eval()(inputs).logits, model(inputs).logits)
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
-
-
 def test_a_quantised_weight_cannot_be_written(folder: Path, drive: Path) -> None:
     with opened(folder, drive, "nf4") as session:
         assert session.base == "nf4"
@@ -183,7 +175,6 @@ def test_a_quantised_weight_cannot_be_written(folder: Path, drive: Path) -> None
 
 @pytest.mark.slow
 def test_a_base_that_cannot_be_quantised_is_refused(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without frozen matrices, without bitsandbytes, by the command, by other engines, and of a module in memory."""
     said = r"^base=nf4 quantises frozen matrices of the model's blocks, and none is frozen: add freeze="
     for freeze in ([], ["embed_tokens"]):
         with pytest.raises(ot.UserError, match=said):

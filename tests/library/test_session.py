@@ -143,9 +143,7 @@ def test_the_update_overlaps_the_loop(home: str, explicit: bool, drive: Path, mo
 
 
 @pytest.mark.parametrize("more", [{}, {"dtype": "bf16", "master_dtype": "bf16"}])
-def test_8bit_moments_resume_from_the_newest_save_in_another_placement(
-    more: dict[str, Any], tmp_path: Path, drive: Path
-) -> None:
+def test_8bit_moments_resume_in_another_placement(more: dict[str, Any], tmp_path: Path, drive: Path) -> None:
     """Rounding depends on the seed and the step alone, so a session that resumes goes on with the same bits."""
     after = []
     keys: dict[str, Any] = {"nvme": drive, "moment_dtype": "8bit", "seed": 5, **more}
@@ -247,9 +245,7 @@ def test_a_session_killed_at_any_moment_resumes_from_a_complete_save(moment: str
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_weights_for_a_server_are_read_once_and_held_one_at_a_time(
-    home: str, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_for_a_server_are_held_one_at_a_time(home: str, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def streamed(stream: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
         """Return each weight in 16 bits, as a server would take it; assert that no other one is in memory meanwhile."""
         seen, taken = list[StorageWeakRef](), dict[str, torch.Tensor]()
@@ -347,7 +343,7 @@ def test_changes_that_would_be_lost_are_refused(drive: Path) -> None:
             refused()
 
 
-# -- steps -----------------------------------------------------------------------------------------------------------
+# -- steps -------------------------------------------------------------------------------------------------------------
 
 
 def test_another_default_dtype_is_refused_before_it_rounds_an_update(drive: Path) -> None:
@@ -492,12 +488,11 @@ def test_unsupported_activations_are_refused(folder: Path, drive: Path) -> None:
         ot.offload(torch.nn.Linear(3, 3), offload_activations=True, say=lambda _: None)
 
 
-# -- plans -----------------------------------------------------------------------------------------------------------
+# -- plans -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
+def test_errors_name_the_callers_keywords() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"dtpye": "fp32"}, "dtpye='fp32': a session has no such key; did you mean dtype?"),
         ({"lr": 1e-3}, "give it to session.adamw"),
         ({"freeze": ["."]}, r"freeze=\['\.'\]: call requires_grad_\(False\)"),
@@ -508,21 +503,17 @@ def test_unsupported_activations_are_refused(folder: Path, drive: Path) -> None:
         ({"overlap": "backward"}, r"overlap='backward': .* use overlap='forward'"),
         ({"blocks": ["flors"]}, "no submodule of that name; it has table, floors"),
         ({"micro_batch_size": 10**9}, r"this does not fit: .* \(force=True runs it anyway\)"),
-    ],
-)
-def test_errors_name_the_callers_keywords(keys: dict[str, Any], words: str) -> None:
-    with pytest.raises(ot.UserError, match=words) as refused:
-        ot.offload(Tower(), say=lambda line: None, **keys)
-    assert "--" not in str(refused.value)
+    ]
+    for keys, words in cases:
+        with pytest.raises(ot.UserError, match=words) as refused:
+            ot.offload(Tower(), say=lambda line: None, **keys)
+        assert "--" not in str(refused.value)
 
 
-@pytest.mark.parametrize("several", ["wte", ["wte"], {"wte"}])
-def test_a_keyword_takes_one_name_or_several(several: object) -> None:
-    config = session_config("gpt2", {"freeze": several, "nvme": Path("/ssd")})
-    assert (config.model.freeze, config.placement.nvme) == (("wte",), ("/ssd",))
-
-
-def test_blocks_are_found_or_named() -> None:
+def test_keywords_take_several_names_and_blocks_are_found() -> None:
+    for several in ("wte", ["wte"], {"wte"}):
+        config = session_config("gpt2", {"freeze": several, "nvme": Path("/ssd")})
+        assert (config.model.freeze, config.placement.nvme) == (("wte",), ("/ssd",))
     for blocks, names in ((None, [f"floors.{number}" for number in range(4)]), (["floors.1"], ["floors.1"])):
         units = {weight.unit for weight in api.shape_of(Tower(), blocks=blocks).weights if weight.block}
         assert sorted(units) == names

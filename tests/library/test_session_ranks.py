@@ -33,7 +33,6 @@ pytestmark = pytest.mark.slow
 
 STEPS, ACCUMULATE, LIMIT = 6, 2, 0.5
 QUIET = {"max_steps": STEPS, "save_steps": 3, "use_cpu": True, "ddp_backend": "gloo"}
-GENERATES = {"num_generations": 2, "max_completion_length": 8, "beta": 0.0}
 
 
 def _trainer(model: Any, output: Path, base: type) -> Any:
@@ -53,9 +52,10 @@ def _adapters(model: Any, output: Path, base: type) -> Any:
 
 
 def _grpo(model: Any, output: Path, base: type) -> Any:
+    given = {"num_generations": 2, "max_completion_length": 8, "beta": 0.0, "gradient_accumulation_steps": 1}
     return base(
         model,
-        args=GRPOConfig(**words(output, gradient_accumulation_steps=1, **GENERATES, **QUIET)),
+        args=GRPOConfig(**words(output, **given, **QUIET)),
         reward_funcs=lambda completions, **_: [float(len(str(one)) % 7) for one in completions],
         train_dataset=prompts(),
         processing_class=chat_tokenizer(),
@@ -141,9 +141,6 @@ def be_a_rank(folder: Path, output: Path, drive: Path) -> None:
         _loop(model, output / "loop")
 
 
-# -- the tests ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train all kinds in one start of two ranks with one thread each; return the directory of the results."""
@@ -176,7 +173,7 @@ def test_resumed(trained: Path) -> None:
     assert_same(weights(again / "final"), weights(whole / "final"))
 
 
-def test_a_loop(folder: Path, trained: Path) -> None:
+def test_a_loop_and_what_it_refuses(folder: Path, trained: Path) -> None:
     """A loop with accumulation, saved and resumed, has the bits of plain torch that adds gradients in rank order."""
     found = [json.loads((trained / f"loop/told-{rank}.json").read_text()) for rank in range(2)]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
@@ -198,11 +195,7 @@ def test_a_loop(folder: Path, trained: Path) -> None:
     for told in found:
         assert told[STEPS:] == told[3:STEPS]  # resumed
     assert_same(weights(trained / "loop/final"), dict(model.state_dict()))
-
-
-def test_settings_that_ranks_lack_are_refused(trained: Path) -> None:
-    """Torch's own clipping, which reads gradients, and a backward outside micro_batch are refused on both ranks."""
-    for rank in range(2):
+    for rank in range(2):  # refused: torch's own clipping, which reads gradients, and a backward outside micro_batch
         clipping, outside = json.loads((trained / f"loop/refused-{rank}.json").read_text())
         assert "2 ranks" in clipping
         assert "micro_batch(last=True)" in outside

@@ -20,10 +20,6 @@ from offload_trainer.hf import Offloaded, attach
 pytestmark = pytest.mark.slow
 
 
-def distinct(completions: list[Any], **_: Any) -> list[float]:
-    return [float(len(set(completion[0]["content"]))) for completion in completions]
-
-
 GENERATES = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "beta": 0.0}
 REFERENCE = {"precompute_ref_log_probs": True}
 # The data and the arguments of a kind's trainer
@@ -35,7 +31,6 @@ KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "RLOO": (prompts, GENERATES | {"num_iterations": 2}),
     "Reward": (preferences, {"save_steps": 2}),
 }
-LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
 def words(output: Path, **changes: Any) -> dict[str, Any]:
@@ -59,7 +54,8 @@ def trainer_of(kind: str, model: Any, output: Path, *, ours: bool, more: Any = N
     data, arguments = KINDS[kind]
     made = type("OffloadedTrainer", (Offloaded, stock), {}) if ours else stock
     given = {"train_dataset": data(), "processing_class": chat_tokenizer()} | (more or {})
-    given |= {"reward_funcs": distinct} if data is prompts else {}
+    if data is prompts:
+        given["reward_funcs"] = lambda completions, **_: [float(len(set(one[0]["content"]))) for one in completions]
     return made(model, args=config(**words(output, **(arguments | changes))), **given)
 
 
@@ -98,7 +94,8 @@ def test_logs_and_weights_are_the_stock_trainers(kind: str, folder: Path, drive:
 )
 def test_adapters(kind: str, changes: dict[str, Any], folder: Path, drive: Path, tmp_path: Path) -> None:
     """The base model is the reference in each step, for GRPO in a KL term."""
-    words = {"more": {"peft_config": LORA}, "learning_rate": 1e-2, **changes}
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    words = {"more": {"peft_config": lora}, "learning_rate": 1e-2, **changes}
     torch.manual_seed(0)  # TRL 1.10 initialises adapters before it seeds
     stock = trainer_of(kind, plain(folder), tmp_path / "stock", ours=False, **words)
     stock.train()
@@ -108,9 +105,6 @@ def test_adapters(kind: str, changes: dict[str, Any], folder: Path, drive: Path,
         trainer.train()
         assert told(trainer) == told(stock)
         assert_learned(trainer)
-
-
-# -- reward models -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("nothing_is_small")
@@ -136,29 +130,23 @@ def test_reward_model(folder: Path, drive: Path, tmp_path: Path) -> None:
     tokens = chat_tokenizer()("What follows one?", return_tensors="pt").input_ids
     with torch.no_grad():
         assert torch.equal(read("final").eval()(tokens).logits, stock.model.eval()(tokens).logits)
-    with offload(
-        read("model"), micro_batch_size=2, **keys, **HOMES["drive"]
-    ) as session:  # an example is a pair of rows
+    # An example is a pair of rows.
+    with offload(read("model"), micro_batch_size=2, **keys, **HOMES["drive"]) as session:
         model = attach(session)
         with pytest.raises(UserError, match=r"4 rows in a micro-batch, and the plan counts 2"):
             trainer_of("Reward", model, tmp_path, ours=True)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("DPO", {"precompute_ref_log_probs": False}, "precompute_ref_log_probs=True"),
-    ("DPO", {"sync_ref_model": True}, "sync_ref_model"),
-    ("KTO", {"precompute_ref_log_probs": False}, "precompute_ref_log_probs=True"),
-    ("GRPO", {"beta": 0.1}, r"beta=0\.1: the reference would be a second model in memory: beta=0\.0, or adapters"),
-    ("GRPO", {"use_vllm": True}, r"use_vllm=True: .*rollout_func sends session\.named_weights\(\)"),
-    ("GRPO", {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching=True: .*thread"),
-    ("GRPO", {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True: it converts offloaded weights in place"),
-]
-
-
 def test_arguments_that_are_refused(untrained: Any, tmp_path: Path) -> None:
-    for kind, changes, message in REFUSED:
+    refused: list[tuple[str, dict[str, Any], str]] = [
+        ("DPO", {"precompute_ref_log_probs": False}, "precompute_ref_log_probs=True"),
+        ("DPO", {"sync_ref_model": True}, "sync_ref_model"),
+        ("KTO", {"precompute_ref_log_probs": False}, "precompute_ref_log_probs=True"),
+        ("GRPO", {"beta": 0.1}, r"beta=0\.1: the reference would be a second model in memory: beta=0\.0, or adapters"),
+        ("GRPO", {"use_vllm": True}, r"use_vllm=True: .*rollout_func sends session\.named_weights\(\)"),
+        ("GRPO", {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching=True: .*thread"),
+        ("GRPO", {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True: it converts offloaded weights in place"),
+    ]
+    for kind, changes, message in refused:
         with pytest.raises((UserError, ValueError), match=message):
             trainer_of(kind, untrained, tmp_path, ours=True, **changes)

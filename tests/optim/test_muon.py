@@ -14,7 +14,7 @@ import torch
 from dead_run_files import stored_masters
 from engine_bench import Step, assert_same, batches, engine, masters, model_directory, saved, train
 from placements import skip_last_block
-from reference_muon import MuonWithAdamW
+from plain_engine import MuonWithAdamW
 from safetensors.torch import load_file
 from sample_plans import rate, timed, wish, with_products
 
@@ -134,10 +134,9 @@ def test_a_checkpoint_has_no_second_moment_of_matrices_and_resumes_in_another_pl
         other.load(tmp_path / "half")
         assert train(other, batches(8)[4:], lr=RATE) == steps[4:]
         assert_same(masters(other), weights)
-    for words in ([], ["--engine", "plain"]):
-        told = r"holds the state of Muon, and this run updates by AdamW, .*optim\.name=muon"
-        with engine(model, *words) as adamw, pytest.raises(UserError, match=told):
-            adamw.load(tmp_path / "half")
+    told = r"holds the state of Muon, and this run updates by AdamW, .*optim\.name=muon"
+    with engine(model) as adamw, pytest.raises(UserError, match=told):
+        adamw.load(tmp_path / "half")
 
 
 def test_a_state_of_adamw_or_of_moments_that_the_rule_lacks_is_refused(tmp_path: Path) -> None:

@@ -53,7 +53,6 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"rms_norm_eps": 1e-5, "tie_word_embeddings": False},
 }
 
-
 UNSEEN = ("CUDA context", "reserve", "allocator", "gradients in flight", "broadcasts")  # not visible as tensors
 
 
@@ -201,10 +200,8 @@ def test_models_that_cannot_be_counted_are_estimated_and_the_plan_says_so(monkey
         assert needs[0] == pytest.approx(needs[1], rel=0.25)
 
 
-STEP = workload(wish(), SHAPES["gpt2"])
-
-
 def test_a_peak_is_the_largest_moment_and_not_their_sum() -> None:
+    gpt2 = workload(wish(), SHAPES["gpt2"])
     block = Part(Growth(token=10), (Growth(token=12),), (Growth(fixed=1000, token=15),))
     small = Part(Growth(), (Growth(token=1),), (Growth(token=1),))
     head = Part(Growth(), (), (Growth(token=40), Growth(fixed=300, token=20)))
@@ -213,7 +210,7 @@ def test_a_peak_is_the_largest_moment_and_not_their_sum() -> None:
     def peak(rows: int, blocks: int = 2, **kinds: Any) -> int:
         step = {"micro_batch": rows, "seq_len": 10, "loss_chunk": 10**6, "checkpointed": 0}
         step |= {key: kinds.pop(key) for key in [*kinds] if key in step}
-        return peak_of(replace(counted, blocks=(0,) * blocks), replace(STEP, **step), **kinds).bytes
+        return peak_of(replace(counted, blocks=(0,) * blocks), replace(gpt2, **step), **kinds).bytes
 
     assert peak(1) == 2 * 10 + 10 * 10 + 1000 + 15 * 10  # the last block's backward, with what the first block keeps
     assert peak(100) == (2 + 20 + 40) * 1000  # the loss

@@ -1,5 +1,5 @@
 """Tests of machine profiles: hardware and the links between ranks are probed, timed, stored, and described in files;
-cards that the installed torch supports, dtypes that their units compute, and what plan, bench and doctor report.
+NUMA nodes; cards that torch supports, dtypes that their units compute, and what plan, bench and doctor report.
 """
 
 import itertools
@@ -44,7 +44,7 @@ from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS
 from offload_trainer.run import machine_rates, process_setup, train
 from offload_trainer.run.commands import doctor
 from offload_trainer.run.commands.plan import described
-from offload_trainer.run.process_setup import prepare_process
+from offload_trainer.run.process_setup import numa_nodes, prepare_process
 from offload_trainer.safe_files import parsed
 from offload_trainer.settings import load_config
 
@@ -145,9 +145,7 @@ def test_each_form_of_moments_is_timed_in_pages(monkeypatch: pytest.MonkeyPatch)
             assert (page.fields["master"] - old).abs().max() < 1e-3
 
 
-def test_cached_rates_are_used_on_the_same_machine_only(
-    timed: MachineProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rates_are_of_the_same_machine(timed: MachineProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads are those of all ranks: a user's program sets no count, and torchrun's ranks have one thread each."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(rate_cache.os, "cpu_count", lambda: 6)
@@ -206,15 +204,12 @@ def test_drives_of_a_named_machine_are_where_nvme_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("placement.threads=3",)])
-def test_ranks_plan_with_what_was_timed_for_as_many(
-    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_use_rates_of_as_many(words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank has its share of the cores, and rates are stored for all ranks' threads together."""
     monkeypatch.setattr(process_setup, "end_without_launcher", lambda say: None)
     monkeypatch.setattr(process_setup.os, "sched_getaffinity", lambda process: set(range(64)))
     monkeypatch.setattr(process_setup, "numa_nodes", list)
     machine = probe_machine(PlacementSection(), output=str(tmp_path))
-
     of_rank = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT")
     plain = {name: value for name, value in os.environ.items() if name not in of_rank}
 
@@ -262,11 +257,9 @@ def test_two_ranks_time_their_link_and_cache_the_rate(tmp_path: Path, monkeypatc
 
 @pytest.mark.slow
 def test_a_rank_that_fails_or_is_killed_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rank waits for it in vain."""
-    of_signal = "rank 1: process 1 terminated with signal SIGKILL"
-    for second, why in ((failing, "rank 1: OSError: no second rank"), (killed, of_signal)):
+    for second, why in ((failing, "OSError: no second rank"), (killed, "process 1 terminated with signal SIGKILL")):
         monkeypatch.setattr(bench, "run_rank", second)
-        with pytest.raises(TrainerError, match=f"between 2 ranks could not be timed: {why}"):
+        with pytest.raises(TrainerError, match=f"between 2 ranks could not be timed: rank 1: {why}"):
             bench.bench_links(Links(), ranks=2, say=lambda line: None)
 
 
@@ -382,9 +375,8 @@ def test_a_gpu_is_found_wherever_torch_finds_one(monkeypatch: pytest.MonkeyPatch
     assert (machine.gpu, machine.gpu_bytes, machine.capability) == ("a card", (30 << 30) + 500_000_000, (7, 0))
     assert machine.built_for == ("sm_75", "sm_80", "sm_90")
     assert machine.no_state_on_gpu == "no Triton"
-    assert "it cannot store optimizer state: no Triton" in " ".join(
-        check.found for check in doctor._gpu(load_config(["--model", "gpt2"]).model, machine)
-    )
+    found = [check.found for check in doctor._gpu(load_config(["--model", "gpt2"]).model, machine)]
+    assert "it cannot store optimizer state: no Triton" in " ".join(found)
     assert parsed(json.dumps(machine.to_json()), MachineProfile) == machine
     assert doctor._torch().state == "ok"
     for used in (400 * 10**6, 700 * 10**6):  # asking makes a CUDA context, which plans count
@@ -494,9 +486,6 @@ def test_a_driver_that_torch_does_not_use(monkeypatch: pytest.MonkeyPatch) -> No
         assert (driver or "") in check.found
 
 
-# -- 16 bits ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_bench_times_the_cards_dtypes() -> None:
     assert bench.dtypes_to_time(card((7, 0)), "fp16") == ["fp16", "fp32"]
     assert bench.dtypes_to_time(card((9, 0)), "fp32") == ["bf16", "fp16", "fp32"]
@@ -504,10 +493,7 @@ def test_a_bench_times_the_cards_dtypes() -> None:
 
 
 def test_the_forecast_of_fp16() -> None:
-    """It is that of bf16, which has the same units, if only that was timed; fp32 would be 15 times too slow.
-
-    A CPU without 16-bit units computes products in fp32 and rounds them.
-    """
+    """It is that of bf16 if only that was timed. A CPU without 16-bit units computes in fp32 and rounds."""
     config, told = load_config(["--model", "gpt2", "--dtype", "fp16"]), "matrix products in fp16 were not timed on "
 
     def forward(gpu: str | None, **speeds: float) -> tuple[float | None, str]:
@@ -522,3 +508,32 @@ def test_the_forecast_of_fp16() -> None:
     assert forward("X", bf16=2e14, fp32=1e13) == (forward("X", fp16=2e14)[0], as_bf16)
     assert forward("X", fp32=1e13) == (None, f"{told}X and no time can be forecast: run `offload-train bench`")
     assert forward(None, fp32=1e13)[0]
+
+
+# -- NUMA: the CPUs of each node, and the nodes of each rank -----------------------------------------------------------
+
+
+def test_nodes_have_the_cpus_that_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for node, cpus in (("node0", "0-3,8"), ("node1", "4-7"), ("node2", ""), ("node10", "9")):
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "cpulist").write_text(cpus + "\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 5, 8, 9})
+    assert numa_nodes(tmp_path) == [{1, 2, 8}, {5}, {9}]
+    assert numa_nodes(tmp_path / "none") == []
+
+
+def test_ranks_stay_on_the_nodes_of_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bound(*nodes: set[int], ranks: int) -> list[frozenset[int]]:
+        found: list[frozenset[int]] = []
+        monkeypatch.setattr(process_setup, "numa_nodes", lambda: [frozenset(node) for node in nodes])
+        monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: found.append(cpus))
+        for rank in range(ranks):
+            process_setup._stay_near(rank, ranks=ranks)
+        return found
+
+    two, four = [set(range(8)), set(range(8, 16))], [{0}, {1}, {2}, {3}]
+    assert bound(*two, ranks=4) == [two[0], two[0], two[1], two[1]]
+    assert bound(*two, ranks=3)[1] == two[0] | two[1]
+    assert bound(*four, ranks=2) == [{0, 1}, {2, 3}]
+    assert {*bound(*four, ranks=8)} == {*map(frozenset, four)}  # more ranks than CPUs
+    assert bound(*two, ranks=1) == bound({0, 1, 2, 3}, ranks=2) == []

@@ -75,9 +75,7 @@ def simulated(
 @pytest.mark.parametrize(
     "shares", [[(1.0, 1.0)], [(0.5, 0.0), (0.25, 0.25), (0.25, 0.5), (0.0, 0.25)], [(0.1, 0.1)] * 10, [(0, 1), (1, 0)]]
 )
-def test_hidden_is_what_a_walk_through_the_units_gives(
-    update: float, forward: float, shares: list[tuple[float, float]]
-) -> None:
+def test_hidden_is_what_a_simulation_gives(update: float, forward: float, shares: list[tuple[float, float]]) -> None:
     parts = [UnitShare(*share) for share in shares]
     hidden = Overlap(forecast(update, forward), parts).hidden()
     assert update + forward - hidden == pytest.approx(simulated(update, forward, parts, adamw=update))
@@ -120,22 +118,18 @@ def test_a_plan_knows_that_the_embeddings_on_the_gpu_are_updated_at_once(how: st
     assert waits[1] < 1e-3
 
 
-def arrivals(pages: int, buffers: int) -> list[int]:
-    """Return when each page's state arrives, in seconds since the update began, if reading or writing one takes 1 s."""
-    arrived, written = [0] * min(pages, buffers), list[int]()
-    for page in range(pages):
-        if page >= buffers:
-            arrived.append(max(written[page - buffers], arrived[-1]) + 1)
-        written.append(max(arrived[page], written[-1] if written else 0) + 1)
-    return arrived
-
-
 @pytest.mark.parametrize(("pages", "buffers"), [(1, 6), (6, 6), (7, 6), (50, 6), (50, 2), (50, 49)])
 def test_pages_that_buffers_read_during_the_backward_arrive_earlier(pages: int, buffers: int) -> None:
     found = forecast(float(pages), 1.0, drive(float(pages)), backward=100.0)
     read = Overlap(found, (), 2).read_before_update(pages, buffers=buffers)
     planned = [max(0, page + 1 - read * pages) for page in range(pages)]
-    assert arrivals(pages, buffers)[buffers:] == pytest.approx(planned[buffers:])
+    # When each page's state arrives after the update began, if reading or writing one takes 1 s.
+    arrived, written = [0] * min(pages, buffers), list[int]()
+    for page in range(pages):
+        if page >= buffers:
+            arrived.append(max(written[page - buffers], arrived[-1]) + 1)
+        written.append(max(arrived[page], written[-1] if written else 0) + 1)
+    assert arrived[buffers:] == pytest.approx(planned[buffers:])
     assert max(planned[:buffers]) < 1.0 + 1e-9  # they arrive at once; the last of them is planned a page late
 
 
@@ -198,7 +192,6 @@ def test_more_page_buffers_hide_more_where_weights_do_not_wait_for_state() -> No
 
 
 # -- overlap with the backward -----------------------------------------------------------------------------------------
-
 
 DRIVE, LITTLE, ADAMW, COMPUTE = drive(4.0), drive(0.5), adamw(1.0), compute(1.0, "backward")
 WEIGHTS, ADDING = (Bound("backward", 0.5, "", kind, "sda") for kind in ("drive", "memory"))

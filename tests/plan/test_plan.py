@@ -1,5 +1,4 @@
-"""Tests of plans: properties that the arithmetic must have, a golden table of DeepSpeed's configurations, and the
-screen, which a person reads before a run starts.
+"""Tests of plans: properties that the arithmetic must have, DeepSpeed's configurations, and the screen before a run.
 
 After an intended change, run `UPDATE_GOLDEN=1 pytest tests/plan/test_plan.py` and review the difference.
 """
@@ -50,7 +49,6 @@ pytestmark = pytest.mark.usefixtures("counted_once")
 
 GOLDEN = Path(__file__).parents[1] / "golden/deepspeed.tsv"
 
-
 # Words, machine, and the first changes with which the plan fits: fewer checkpoints where these are the cause.
 REMEDIES: list[tuple[str, MachineProfile, tuple[str, ...]]] = [
     ("--model gpt2", replace(machine(), output=DriveFacts("/out", 4 * GB, "ext4")), ("save.keep=1", "--save-every 0")),
@@ -63,10 +61,7 @@ REMEDIES: list[tuple[str, MachineProfile, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("words", "here", "expected"), REMEDIES)
-def test_a_refusal_names_changes_with_which_the_plan_fits(
-    words: str, here: MachineProfile, expected: tuple[str, ...]
-) -> None:
-    """Each fits when it is added to the command, and is in the message."""
+def test_a_refusal_names_changes_that_fit(words: str, here: MachineProfile, expected: tuple[str, ...]) -> None:
     given = [*words.split(), "--scratch"]
     given += ["--nvme", "/ssd"] if here.drives else []
     refused = plan_elsewhere(load_config(given), here)
@@ -229,10 +224,7 @@ def test_a_node_stores_all_weights_and_its_ranks_share_of_the_rest() -> None:
 
 
 def test_tiers_and_ranks_divide_the_state() -> None:
-    """Each byte has one place, for every share, number of drives and of ranks; units completed last are in RAM.
-
-    Ranks have about equal parts of each tier, and a page is inside its rank's part of its unit.
-    """
+    """Each byte has one place; units completed last are in RAM; ranks have about equal parts of each tier."""
     units = units_of(SHAPES["gpt2"])
     total = sum(unit.trained for unit in units)
     shares = [(gpu, ram) for gpu, ram in product((0.0, 0.1, 0.5, 0.999, 1.0), repeat=2) if gpu + ram <= 1]
@@ -266,13 +258,7 @@ def test_tiers_and_ranks_divide_the_state() -> None:
             assert {page.home for page in cut.pages if page.unit in (0, 1)} <= {DEVICE, RAM}
 
 
-def test_rows_longer_than_the_context_are_refused() -> None:
-    with pytest.raises(UserError, match="context is 1024 tokens"):
-        make_plan(wish("--seq-len", "2048"), SHAPES["gpt2"], machine())
-
-
 def test_sizes_follow_the_largest_weight() -> None:
-    """Buffers hold an embedding larger than all else; sub-groups end with it, and it is counted once."""
     weights = [Weight("wte", (100_000, 4096))] + [Weight(f"w{i}", (4096, 512)) for i in range(64)]
     shape = ModelShape(tuple(weights), layers=16, hidden=4096, vocabulary=100_000, context=1024)
     sizes_of = partial(zero_sizes, section=TrainConfig().deepspeed, item_bytes=2)
@@ -326,10 +312,7 @@ def test_deepspeed_configurations_are_the_golden_ones() -> None:
 
 
 def test_sums_of_several_micro_batches_are_on_the_gpu_if_they_fit() -> None:
-    """The plan lists the sums in 4 bytes; the backward copies nothing out, and the update copies all of it once.
-
-    In RAM each micro-batch after the first reads and writes 4 bytes of sum and reads 2 of gradient, at memory speed.
-    """
+    """In RAM each micro-batch after the first reads and writes 4 bytes of sum and reads 2 of gradient."""
     shape, words = SHAPES["gpt2-xl"], ("--gpu-fraction", "0", "--accumulate", "4", "--micro-batch", "1")
     trained = sum(unit.trained for unit in units_of(shape))
     here = replace(machine(gpu=24 * GB), rates=Rates(memory=Rate(100e9, "measured", "here")))
@@ -399,7 +382,6 @@ def test_breadth_first_a_gpu_with_room_adds_the_gradients_of_all_units_or_of_the
 
 
 def test_directories_on_one_filesystem_are_reported_together() -> None:
-    """They share one free-space figure, instead of each being listed with what the other leaves."""
 
     def planned_on(free: int) -> Plan:
         one, words = machine(drive=free), ("--optimizer", "nvme", "--save-every", "5", "save.keep=2")
@@ -423,8 +405,9 @@ def test_directories_on_one_filesystem_are_reported_together() -> None:
         assert f"{sizes[place]} of 1 GB on the filesystem shared with {other}   DOES NOT FIT" in line
 
 
-def test_a_model_that_trains_nothing_has_no_state_to_divide() -> None:
-    """Its other needs may exceed the GPU and RAM: the plan then refuses them."""
+def test_rows_longer_than_the_context_and_needs_of_a_model_without_state_are_refused() -> None:
+    with pytest.raises(UserError, match="context is 1024 tokens"):
+        make_plan(wish("--seq-len", "2048"), SHAPES["gpt2"], machine())
     frozen = tuple(replace(weight, trainable=False) for weight in SHAPES["gpt2"].weights)
     shape = replace(SHAPES["gpt2"], weights=frozen)
     assert not make_plan(wish("--engine", "tiered"), shape, machine(gpu=GB, ram=GB), saves=False).fits
@@ -481,9 +464,7 @@ def test_the_screen_of_a_named_machine(name: str) -> None:
     assert all(f"  rejected: {homes}: {why}\n" in f"{whole}\n" for homes, why in plan.rejected)
 
 
-def test_the_command_prints_the_screen_or_all(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_screen_or_all(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     words = ["plan", "--model", "gpt2", "--machine", "v100-32gb"]
     assert main(words) == 0
@@ -523,7 +504,6 @@ def test_a_long_plan_ends_within_its_screen() -> None:
 
 
 def test_room_is_planned_for_one_checkpoint_more_than_are_kept() -> None:
-    """The oldest one is removed only when the new one is complete."""
     each = 12 * SHAPES["gpt2"].parameters  # fp32 master and moments
     for keep in (1, 3):
         plan = make_plan(wish("--save-every", "5", f"save.keep={keep}"), SHAPES["gpt2"], machine())

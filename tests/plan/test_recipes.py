@@ -1,6 +1,4 @@
-"""Tests of the recipes: the needs stated in their headers match the plan, and each trains when scaled down; and of
-docs/scaling.md, whose table has the seconds of `plan --parallel`.
-"""
+"""Tests of the recipes, whose headers state the plan's bytes and which train scaled down, and of docs/scaling.md."""
 
 import json
 import re
@@ -22,7 +20,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 SCRIPTS = sorted((ROOT / "configs").glob("*.py"))
-NOT_PLANNED = {"tiny", "qlora"}
 HEADS = {
     path.stem: dict(re.findall(r"^# (run|plan|memory): +(.*)$", path.read_text(), re.MULTILINE))
     for path in (*RECIPES, *SCRIPTS)
@@ -65,7 +62,7 @@ def folder_of(config: PretrainedConfig, folder: Path, **changes: object) -> Path
 
 def test_each_recipe_says_what_it_needs() -> None:
     assert {"run"} <= set.intersection(*(set(head) for head in HEADS.values()))
-    assert {name for name, head in HEADS.items() if "plan" not in head} == NOT_PLANNED
+    assert {name for name, head in HEADS.items() if "plan" not in head} == {"tiny", "qlora"}
     for path in RECIPES:
         assert load_config(shlex.split(HEADS[path.stem]["run"])[1:])
 
@@ -109,9 +106,7 @@ def test_a_recipe_trains_scaled_down(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("counted_once")
 @pytest.mark.parametrize(("words", "cells"), ROWS, ids=[words for words, _ in ROWS])
-def test_a_row_of_the_scaling_table_is_what_the_plan_says(
-    words: str, cells: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_of_the_scaling_table(words: str, cells: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in NAMED:
         if name in words:
             words = words.replace(name, f"{folder_of(NAMED[name], tmp_path)} --scratch")

@@ -80,9 +80,7 @@ def test_seconds_of_the_links() -> None:
 
 @pytest.mark.parametrize(("params", "times"), [("gpu", (0, 4, 1)), ("cpu", (4, 8, 0))])
 def test_stock_zero_by_its_paper(params: str, times: tuple[int, int, int]) -> None:
-    """ZeRO-2 reduces gradients in each micro-batch and gathers weights once; ZeRO-3 gathers them twice a micro-batch,
-    somewhat less since weights that are soon used again stay.
-    """
+    """ZeRO-2 gathers weights once, ZeRO-3 twice a micro-batch, somewhat less since some stay for their next use."""
     words = ("--params", params, "--optimizer", "cpu", "--accumulate", "4")
     found = by_link(planned(cluster(network=rate(1e9)), *words, nodes=2, engine="deepspeed"))
     each = 3 / 4 * 2 * SHAPE.parameters
@@ -94,9 +92,7 @@ def test_stock_zero_by_its_paper(params: str, times: tuple[int, int, int]) -> No
         assert in_all <= sum(times) * each * 1.01
 
 
-def test_the_machines_of_a_file_or_of_the_command_line_are_planned(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_machines_of_a_file_or_the_command_line_are_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["plan", "--machine", "4xrtx4090-10gbe", "--model", "gpt2", "--engine", "tiered"]
     assert main([*words, "--nodes", "2", "--gpus", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -124,7 +120,6 @@ def test_invalid_numbers_of_nodes(words: list[str], told: str, capsys: pytest.Ca
 
 
 # -- ways to divide a step --------------------------------------------------------------------------------------------
-
 
 here = partial(cluster, copies=(1e10, 1e10, 1e10), matmul=1e14, memory=1e11, update=1e9)
 
@@ -171,7 +166,6 @@ def test_an_impossible_stage_is_refused() -> None:
 
 
 def test_zero_3_gathers_once_what_stays_for_the_backward() -> None:
-    """If all weights stay, they come once; if none stay, twice."""
     sizes = zero_sizes(SHAPE, DeepSpeedSection(), Placement("cpu", "cpu"), world=8, item_bytes=2)
     small = sum(weight.numel for weight in SHAPE.weights if weight.numel <= 100_000)
     moving = SHAPE.parameters - small + SHAPE.largest  # the tied head comes twice
@@ -200,10 +194,7 @@ def test_models_that_cannot_be_divided_are_named() -> None:
 
 
 def test_rows_of_the_table_are_plans() -> None:
-    """Each mode has its plan's JSON; refused modes are named with their reason.
-
-    Every name and setting is of one mode, and the configuration accepts every setting.
-    """
+    """Each mode has its plan's JSON, and a name and accepted setting of its own; refused ones have a reason."""
     for world in (2, 4, 6, 8, 16):
         names, settings, _ = zip(*modes(world), strict=True)
         assert len({*names}) == len({*settings}) == len([wish(*words.split()) for words in settings])

@@ -1,11 +1,14 @@
-"""Tests of a run's end: signals in each phase, with and without readers of its output; runs without checkpoints."""
+"""Tests of a run's end: signals in each phase, with and without output; runs without checkpoints; Slurm's file."""
 
 import fcntl
+import os
+import re
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
-from commands import COMMAND, TINY, assert_same_run, call, everything, faulty, results, run_script
+from commands import COMMAND, TINY, assert_same_run, call, environment, everything, faulty, results, run_script
 from dead_run_files import died
 from safetensors.torch import load_file
 
@@ -18,7 +21,6 @@ pytestmark = pytest.mark.slow
 SMALL = ["model.overrides.n_layer=1", "model.overrides.n_embd=32", "model.overrides.n_head=2", "--seq-len", 16]
 SMALL += ["--micro-batch", 1, "placement.threads=1"]
 SAVING = [*SMALL, "--steps", 6, "--save-every", 2, "save.keep=1", "train.eval_every=3", "train.eval_rows=1"]
-ON_DRIVE = ["--optimizer", "nvme", "--ram-fraction", "0.5", "tiered.page_size=16384"]
 NEVER = [*SMALL, "--steps", 5, "--save-every", 0, "train.eval_every=0"]
 
 
@@ -42,9 +44,10 @@ NEVER = [*SMALL, "--steps", 5, "--save-every", 0, "train.eval_every=0"]
 )
 def test_signals_in_each_phase(fault: str, code: int, outcome: str, drive: Path, tmp_path: Path) -> None:
     """Exit code and what is saved are those of docs/faults.md; nothing is left over, and log.txt has the reason."""
-    words = NEVER if fault.endswith("export") else SAVING
+    words = [*(NEVER if fault.endswith("export") else SAVING), "--nvme", drive, "--optimizer", "nvme"]
+    words += ["--ram-fraction", "0.5", "tiered.page_size=16384"]
     own_cache = {"OFFLOAD_TRAINER_CACHE": str(tmp_path / "cache")} if "compile" in fault else {}
-    run = faulty(fault, *words, *ON_DRIVE, "--nvme", drive, output=tmp_path / "out", **own_cache)
+    run = faulty(fault, *words, output=tmp_path / "out", **own_cache)
     assert run.code == code, run.text
     assert "Traceback" not in run.text, run.text
     checkpoints = complete_checkpoints(run.output / "checkpoints")
@@ -62,9 +65,6 @@ def test_signals_in_each_phase(fault: str, code: int, outcome: str, drive: Path,
     assert not list(run.output.glob(".*.tmp"))
 
 
-# -- stops with a deadline ---------------------------------------------------------------------------------------------
-
-
 def test_a_stop_that_does_not_fit_ends_at_once_and_resumes(tmp_path: Path) -> None:
     always = [*TINY, "--steps", 6, "--save-every", 2, "train.eval_every=0"]
     whole = call(*always, output=tmp_path / "whole")
@@ -79,9 +79,6 @@ def test_a_stop_that_does_not_fit_ends_at_once_and_resumes(tmp_path: Path) -> No
         again = call(*words, output=output)
         assert f"step {saved}" in again.text
         assert_same_run(again, whole)
-
-
-# -- runs without checkpoints ------------------------------------------------------------------------------------------
 
 
 def test_a_run_without_checkpoints_is_done_once(tmp_path: Path) -> None:
@@ -179,3 +176,45 @@ def test_no_room_for_a_checkpoint_at_a_signal(tmp_path: Path) -> None:
     assert everything(output) == kept
     words = [word for word in NEVER if "overrides" not in str(word)]
     assert "done: 5 steps" in call(*words, "--model", output / "export", output=tmp_path / "on").text
+
+
+# -- the file for Slurm, with stand-ins for Slurm's programs -----------------------------------------------------------
+
+BATCH = Path(__file__).resolve().parents[2] / "configs/slurm.sbatch"
+# Runs the command of srun once for each rank, one after the other; $ENDS also tells the batch shell to end.
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do
+  [[ $1 == --ntasks=* ]] && count=${1#--ntasks=}
+  shift
+done
+for ((rank = 0; rank < count; rank++)); do SLURM_PROCID=$rank SLURM_LOCALID=$((rank % 2)) "$@"; done
+[ -z "$ENDS" ] || kill -TERM $PPID
+exit "$CODE"
+"""
+SCONTROL = """#!/bin/bash
+if [ "$1" = show ]; then echo one; echo two; else echo "$@" >>requeued; fi
+"""
+TRAIN = """#!/bin/bash
+echo "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $*" >>ranks
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "ends", "requeued"), [(0, "", False), (2, "", False), (143, "", True), (143, "yes", False)]
+)
+def test_the_batch_file_requeues_only_preempted_jobs(code: int, ends: str, requeued: bool, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("offload-train", TRAIN)):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "123", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "nodes", "SLURM_CPUS_PER_TASK": "1"}
+    env = environment(PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}", SLURM_NTASKS_PER_NODE="2", **job)
+    env |= {"CODE": str(code), "ENDS": ends}
+    done = subprocess.run(["bash", BATCH, "--data", "a b.jsonl"], cwd=tmp_path, env=env)
+    assert done.returncode == code
+    ranks = [f"{rank} {rank % 2} 4 2 one --data a b.jsonl train.stop_within=100" for rank in range(4)]
+    (seconds,) = re.findall(r"^#SBATCH --signal=TERM@(\d+)\b", BATCH.read_text(), re.MULTILINE)
+    assert int(seconds) > 100
+    assert (tmp_path / "ranks").read_text().splitlines() == ranks
+    assert (tmp_path / "requeued").exists() == requeued
+    assert not requeued or (tmp_path / "requeued").read_text() == "requeue 123\n"

@@ -13,9 +13,6 @@ from offload_trainer.run.checkpoint import complete_checkpoints, read_manifest
 
 pytestmark = pytest.mark.slow
 
-LENGTH = ["--steps", 20, "train.eval_every=0", "--lr", "1e-3", "--save-every", 4, "save.keep=2"]
-HOMES = ["--optimizer", "nvme", "--ram-fraction", "0.5", "tiered.overlap=forward"]
-
 
 @pytest.fixture(scope="session")
 def alone(finished: Callable[[str], Run]) -> Run:  # noqa: F811
@@ -25,7 +22,9 @@ def alone(finished: Callable[[str], Run]) -> Run:  # noqa: F811
 @pytest.fixture
 def words(drive: Path, tmp_path: Path) -> list:
     (tmp_path / "drive").mkdir()
-    return ["--nvme", tmp_path / "drive", *TINY, *LENGTH, *HOMES]
+    length = ["--steps", 20, "train.eval_every=0", "--lr", "1e-3", "--save-every", 4, "save.keep=2"]
+    places = ["--optimizer", "nvme", "--ram-fraction", "0.5", "tiered.overlap=forward"]
+    return ["--nvme", tmp_path / "drive", *TINY, *length, *places]
 
 
 def saved(output: Path, step: int) -> Path:
@@ -48,9 +47,6 @@ def assert_goes_on(words: list, output: Path, alone: Run) -> Run:
     assert_same_run(run, alone)
     assert not [path for path in (output / "checkpoints").iterdir() if path.name.startswith(".")]
     return run
-
-
-# -- full disks ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -101,9 +97,6 @@ def test_a_full_disk_in_an_export(disk: Path, alone: Run) -> None:
     assert "are needed there, and" in refused.stderr
     (disk / "filler").unlink()
     assert run_script(COMMAND, *export).returncode == 0
-
-
-# -- drives ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

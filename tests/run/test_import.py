@@ -224,40 +224,35 @@ def test_overflows_hold_the_schedule_up_there_and_here(copied: tuple[Path, list[
     assert "optim.schedule_delay=3" in imported(checkpoint, tmp_path / "run", *words).words
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
-# What is changed in optimizer.pt's groups and state, and the refusal
-REFUSED: list[tuple[Callable[[Any, Any], object], str]] = [
-    (lambda groups, _: [group.update(amsgrad=True) for group in groups], "its optimizer has amsgrad=True"),
-    (lambda groups, _: [group.pop("amsgrad") for group in groups], "nor AdamW: its groups have no amsgrad"),  # RAdam
-    (
-        lambda _, state: state[0].update(exp_avg=torch.zeros(3)),
-        r"1 moments do not have the shapes of the model's weights, the first: parameter 0 \(3,\)",
-    ),
-    (
-        lambda groups, _: [group.update(weight_decay=0.1, decoupled_weight_decay=False) for group in groups],
-        r"Adam with weight_decay=0\.1 added to the gradient",
-    ),
-    (
-        lambda _, state: state.update({0: {"momentum_buffer": torch.zeros(2)}}),  # SGD
-        "neither torch's Adam nor its AdamW: parameter 0 has momentum_buffer, expected exp_avg, exp_avg_sq, step",
-    ),
-    (
-        lambda groups, _: groups[0]["params"].pop(),
-        r"groups of \[\d+, \d+\] parameters; the model has .* Freeze with model\.freeze",
-    ),
-    (
-        lambda _, state: state[0]["exp_avg_sq"].fill_(-1),
-        r"exp_avg_sq of \S+: \d+ of \d+ values are NaN, infinite or negative",
-    ),
-]
-
-
 def test_other_optimizers_and_other_models_are_refused(copied: tuple[Path, list[str]], tmp_path: Path) -> None:
+    # What is changed in optimizer.pt's groups and state (those of RAdam have no amsgrad), and the refusal
+    refused: list[tuple[Callable[[Any, Any], object], str]] = [
+        (lambda groups, _: [group.update(amsgrad=True) for group in groups], "its optimizer has amsgrad=True"),
+        (lambda groups, _: [group.pop("amsgrad") for group in groups], "nor AdamW: its groups have no amsgrad"),
+        (
+            lambda _, state: state[0].update(exp_avg=torch.zeros(3)),
+            r"1 moments do not have the shapes of the model's weights, the first: parameter 0 \(3,\)",
+        ),
+        (
+            lambda groups, _: [group.update(weight_decay=0.1, decoupled_weight_decay=False) for group in groups],
+            r"Adam with weight_decay=0\.1 added to the gradient",
+        ),
+        (
+            lambda _, state: state.update({0: {"momentum_buffer": torch.zeros(2)}}),  # SGD
+            "neither torch's Adam nor its AdamW: parameter 0 has momentum_buffer, expected exp_avg, exp_avg_sq, step",
+        ),
+        (
+            lambda groups, _: groups[0]["params"].pop(),
+            r"groups of \[\d+, \d+\] parameters; the model has .* Freeze with model\.freeze",
+        ),
+        (
+            lambda _, state: state[0]["exp_avg_sq"].fill_(-1),
+            r"exp_avg_sq of \S+: \d+ of \d+ values are NaN, infinite or negative",
+        ),
+    ]
     folder, words = copied
     whole = (folder / "optimizer.pt").read_bytes()
-    for change, told in REFUSED:
+    for change, told in refused:
         saved = torch.load(io.BytesIO(whole))
         change(saved["param_groups"], saved["state"])
         torch.save(saved, folder / "optimizer.pt")
@@ -265,10 +260,6 @@ def test_other_optimizers_and_other_models_are_refused(copied: tuple[Path, list[
             imported(folder, tmp_path / "run", *words)
         assert not (tmp_path / "run").exists()
         assert not list(tmp_path.glob(".run*"))
-
-
-class Other:
-    """A class that no checkpoint needs."""
 
 
 @pytest.mark.slow
@@ -280,8 +271,8 @@ def test_unreadable_checkpoints_are_refused(copied: tuple[Path, list[str]], tmp_
     (tmp_path / "taken/mine").touch()
     with pytest.raises(UserError, match="already holds something"):
         imported(folder, tmp_path / "taken", *words)
-    torch.save(torch.load(folder / "optimizer.pt") | {"extra": Other()}, folder / "optimizer.pt")
-    with pytest.raises(UserError, match=r"optimizer\.pt holds a test_import\.Other, and an import reads"):
+    torch.save(torch.load(folder / "optimizer.pt") | {"extra": SimpleNamespace()}, folder / "optimizer.pt")
+    with pytest.raises(UserError, match=r"optimizer\.pt holds a types\.SimpleNamespace, and an import reads"):
         imported(folder, tmp_path / "run", *words)
     (folder / "optimizer.pt").write_bytes((folder / "optimizer.pt").read_bytes()[:5000])
     with pytest.raises(UserError, match=r"optimizer\.pt cannot be read as a file of torch\.save"):
@@ -292,7 +283,6 @@ def test_unreadable_checkpoints_are_refused(copied: tuple[Path, list[str]], tmp_
 
 
 def test_a_loss_scale_is_the_scalers(copied: tuple[Path, list[str]], tmp_path: Path) -> None:
-    """A run in fp16 goes on with the scale, the window, and the good steps in it, that torch's scaler has."""
     folder, words = copied
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=5)
     scaler.scale(torch.ones(1))  # makes the counters that an untouched scaler does not have
@@ -307,9 +297,6 @@ def test_a_loss_scale_is_the_scalers(copied: tuple[Path, list[str]], tmp_path: P
     done = imported(folder, tmp_path / "run", *words, "--dtype", "fp16", notes=notes)
     assert read_engine_state(done.checkpoint, rule=ADAMW).loss_scale == LossScale(2.0**14, 5, good_steps=3)
     assert any("the loss scale goes on at 16384, after 3 steps without overflow" in note for note in notes)
-
-
-# -- memory: some of the largest weights, not the model ----------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -339,15 +326,13 @@ def test_an_import_holds_a_few_weights(write: Callable[[Path, State], None], tmp
     assert_same_state(state_of(checkpoint), held)
 
 
-BEFORE, AFTER = 3, 3  # steps before the checkpoint, and compared with those of the run that goes on from its import
-# Ranks; how they write the checkpoint: by get_state_dict, with settings by number of the group or by name of the
-# weight, or as accelerate's two directories with the other files of a Trainer; and a part of frozen weights' names.
-CASES = [(1, "numbered", "-"), (2, "flat", "-"), (2, "trainer", "embed_tokens")]
+# -- checkpoints of FSDP2 ----------------------------------------------------------------------------------------------
 
-# -- on a rank ---------------------------------------------------------------------------------------------------------
+BEFORE, AFTER = 3, 3  # steps before the checkpoint, and compared with those of the run that goes on from its import
 
 
 def write_checkpoint(directory: Path, model: Any, adam: Any, scheduler: Any, kind: str) -> None:
+    """Write as get_state_dict, "numbered" by groups or "flat" by names, or as a "trainer" does through accelerate."""
     if kind != "trainer":
         options = StateDictOptions(flatten_optimizer_state_dict=kind == "flat")
         weights, state = get_state_dict(model, adam, options=options)
@@ -404,11 +389,10 @@ def train_by_fsdp(folder: Path, kind: str, frozen: str) -> list[float]:
     return losses
 
 
-# -- the tests ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "kind", "frozen"), CASES)
+@pytest.mark.parametrize(
+    ("ranks", "kind", "frozen"), [(1, "numbered", "-"), (2, "flat", "-"), (2, "trainer", "embed_tokens")]
+)
 def test_state_and_next_losses_are_fsdps(ranks: int, kind: str, frozen: str, tmp_path: Path) -> None:
     """Sizes of the model do not divide by two, so ranks hold unequal chunks."""
     model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
@@ -425,7 +409,7 @@ def test_state_and_next_losses_are_fsdps(ranks: int, kind: str, frozen: str, tmp
     assert "optim.schedule_delay=1" in done.words
     assert (f"--steps {STEPS}" in done.words) == (kind == "trainer")
     data = batches((BEFORE + AFTER) * ranks)[BEFORE * ranks :]
-    words = ["--accumulate", str(ranks), "--engine", "plain", "optim.betas=[0.9, 0.95]", "optim.weight_decay=0.1"]
+    words = ["--accumulate", str(ranks), "optim.betas=[0.9, 0.95]", "optim.weight_decay=0.1"]
     with engine(model, "--dtype", "fp32", *words, *freezing) as made:
         made.load(done.checkpoint)
         found = train(made, data, accumulate=ranks, lr=LR)

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from commands import KILL, TINY, Run, call, faulty, results
+from commands import COMMAND, FAULTY, KILL, TINY, Run, call, faulty, results, start
 from dead_run_files import dead_lease
+from forked_ranks import call_ranks
+from placements import until
 from sample_plans import timed
 
 from offload_trainer.errors import RERUN_HINT, UserError
@@ -22,7 +24,7 @@ from offload_trainer.run.planning import as_page_files
 from offload_trainer.run.resume import STARTS_OVER, earlier_run, resume_hint
 from offload_trainer.settings import load_config
 from offload_trainer.storage.retention import complete_checkpoints
-from offload_trainer.storage.scratch_dir import dead_runs, folders_in, leased
+from offload_trainer.storage.scratch_dir import dead_runs, folders_in, hold, leased
 from offload_trainer.telemetry.report import RELOAD
 
 STEPS = 6
@@ -46,13 +48,6 @@ def said_before(*words: object, output: Path) -> str:
     return resume_hint([*map(str, words), "--output", str(output)])
 
 
-@pytest.fixture
-def place(drive: Path, tmp_path: Path) -> Path:
-    made = drive / tmp_path.name
-    made.mkdir()
-    return made
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the results of an undisturbed run with one copy of the state."""
@@ -72,9 +67,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ],
 )
 def test_a_kill_at_any_moment_changes_no_bit(
-    moment: str, step: int | None, words: list[str], place: Path, tmp_path: Path, alone: dict[str, Any]
+    moment: str, step: int | None, words: list[str], drive: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
-    words = ["--nvme", place, *ALL, *words]
+    words = ["--nvme", drive, *ALL, *words]
     killed(moment, *words, output=tmp_path / "run")
     told = said_before(*words, output=tmp_path / "run")
     run = call(*words, output=tmp_path / "run")
@@ -83,18 +78,18 @@ def test_a_kill_at_any_moment_changes_no_bit(
     if not moment.startswith("page"):
         assert found == step
     assert told == (f"{RERUN_HINT} from its page files, step {found}" if found else STARTS_OVER)
-    assert not list((place / "offload-trainer").iterdir())
+    assert not list((drive / "offload-trainer").iterdir())
     assert "note: page files" not in run.text
 
 
 @pytest.mark.slow
-def test_repeated_kills_also_during_the_start(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+def test_repeated_kills_also_during_the_start(drive: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """They keep the same directory; one without a step is removed by a start. So are a killed run's temporary files."""
-    words, output, page = ["--nvme", place, *ALL], tmp_path / "run", tmp_path / "run/report.html"
+    words, output, page = ["--nvme", drive, *ALL], tmp_path / "run", tmp_path / "run/report.html"
     for moment in ("step", "build", "record=2"):
         killed(moment, *words, output=output)
     assert RELOAD in page.read_text()
-    (lease,) = (place / "offload-trainer").iterdir()
+    (lease,) = (drive / "offload-trainer").iterdir()
     died = 2**22 + 1  # larger than any process id
     for folder, name in ((output, "metrics.jsonl"), (output, "config.yaml"), (lease, "store.json")):
         (folder / f".{name}.{died}.tmp").write_text("half of it")
@@ -103,7 +98,7 @@ def test_repeated_kills_also_during_the_start(place: Path, tmp_path: Path, alone
         path.write_text("not left by a kill")
     for moment in ("takeover", "page=3", "record", "half=2", "line=5"):
         killed(moment, *words, output=output)
-        assert list((place / "offload-trainer").iterdir()) == [lease]
+        assert list((drive / "offload-trainer").iterdir()) == [lease]
         assert sorted(path for folder in (output, lease) for path in folder.glob(".*.tmp")) == sorted(theirs)
     run = call(*words, output=output)
     assert gone_on(run) == 4
@@ -112,11 +107,11 @@ def test_repeated_kills_also_during_the_start(place: Path, tmp_path: Path, alone
 
 
 @pytest.mark.slow
-def test_a_loss_scale_and_skipped_steps_are_resumed(place: Path, tmp_path: Path) -> None:
-    other = place / "other"
+def test_a_loss_scale_and_skipped_steps_are_resumed(drive: Path, tmp_path: Path) -> None:
+    other = drive / "other"
     other.mkdir()
     more = ["--dtype", "fp16", "optim.moment_dtype=8bit", "--steps", 40]
-    words = ["--nvme", place, "--nvme", other, *ALL, *more]
+    words = ["--nvme", drive, "--nvme", other, *ALL, *more]
     alone, begun = tmp_path / "alone", {"LOSS_SCALE": f"{2**40},2"}
     done = faulty("none", *words, "tiered.state_copies=1", output=alone, **begun)
     assert done.code == 0, done.text
@@ -132,8 +127,8 @@ def test_a_loss_scale_and_skipped_steps_are_resumed(place: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_bf16_masters_are_resumed(place: Path, tmp_path: Path) -> None:
-    words = ["--nvme", place, *ALL, "--dtype", "bf16", "optim.master_dtype=bf16"]
+def test_bf16_masters_are_resumed(drive: Path, tmp_path: Path) -> None:
+    words = ["--nvme", drive, *ALL, "--dtype", "bf16", "optim.master_dtype=bf16"]
     alone = call(*words, "tiered.state_copies=1", output=tmp_path / "alone")
     killed("record=4", *words, output=tmp_path / "run")
     run = call(*words, output=tmp_path / "run")
@@ -142,8 +137,8 @@ def test_bf16_masters_are_resumed(place: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_newer_of_page_files_and_checkpoint(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
-    words = ["--nvme", place, *ALL, "--save-every", 2]
+def test_the_newer_of_page_files_and_checkpoint(drive: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+    words = ["--nvme", drive, *ALL, "--save-every", 2]
     killed("saved=4", *words, output=tmp_path / "run")
     killed("line=6", *words, output=tmp_path / "run")
     assert said_before(*words, output=tmp_path / "run") == f"{RERUN_HINT} from its page files, step 5"
@@ -163,33 +158,19 @@ def test_the_newer_of_page_files_and_checkpoint(place: Path, tmp_path: Path, alo
 
 
 @pytest.mark.slow
-def test_a_run_that_is_complete_keeps_its_page_files(place: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_complete_keeps_its_page_files(drive: Path, tmp_path: Path) -> None:
     """If fewer steps are requested than the page files have, they become a checkpoint before they are removed."""
-    words = ["--nvme", place, *ALL, "--save-every", 100]
+    words = ["--nvme", drive, *ALL, "--save-every", 100]
     killed("record=4", *words, output=tmp_path / "run")
     for steps in (3, 4):
         call(*words, "--steps", steps, output=tmp_path / "run")
         assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-00000004"]
-    assert not list((place / "offload-trainer").iterdir())
+    assert not list((drive / "offload-trainer").iterdir())
     # The checkpoint has all steps that are requested, and the page files have more.
     words += ["--save-every", 3]
     killed("record=5", *words, output=tmp_path / "other")
     assert gone_on(call(*words, "--steps", 3, output=tmp_path / "other")) == 5
     assert [path.name for path in complete_checkpoints(tmp_path / "other/checkpoints")][-1] == "step-00000005"
-
-
-# -- page files that cannot be resumed ---------------------------------------------------------------------------------
-
-
-REFUSED = [
-    (["tiered.state_copies=1"], "have only one copy"),
-    (["--ram-fraction", "0.5"], "stores some of its state in memory"),
-    (["tiered.page_size=65536"], "layout differs .*pages"),
-    (["optim.moment_dtype=bf16"], "layout differs .*optim.moment_dtype"),
-    (["optim.master_dtype=bf16"], "layout differs .*optim.master_dtype"),
-    (["--seed", "1"], "another run: seed: it has 0, this run 1"),
-    (["model.freeze=wpe"], "not trained"),
-]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -204,14 +185,6 @@ def refused(*words: object, output: Path) -> str:
     assert printed, run.text
     assert "cannot be resumed from, and are kept" in printed[0]
     return printed[0]
-
-
-def without_newest(record: bytes) -> bytes:
-    """Return a record with a damaged byte in its newest slot."""
-    half = len(record) // 2
-    numbers = [int.from_bytes(record[start : start + 8], "little") for start in (0, half)]
-    at = numbers.index(max(numbers)) * half + 60
-    return record[:at] + b"~" + record[at + 1 :]
 
 
 def test_page_files_on_a_drive_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,35 +202,44 @@ def test_page_files_on_a_drive_of_another_machine(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_a_start_that_cannot_use_them_is_refused_and_they_stay(
-    place: Path, tmp_path: Path, alone: dict[str, Any]
-) -> None:
+def test_a_start_that_cannot_use_them_is_refused(drive: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """The same command resumes later. A missing drive or list of directories is named, and so is damage."""
-    words, output = ["--nvme", place, *ALL], tmp_path / "run"
+    words, output = ["--nvme", drive, *ALL], tmp_path / "run"
     killed("page=150", *words, output=output)
-    (lease,) = (place / "offload-trainer").iterdir()
+    (lease,) = (drive / "offload-trainer").iterdir()
     newest = read_newest(read_description(lease))
     assert newest is not None
     assert newest.train is not None
     step, whole = newest.train["step"], contents(lease)
-    for more, why in REFUSED:
+    for more, why in (
+        (["tiered.state_copies=1"], "have only one copy"),
+        (["--ram-fraction", "0.5"], "stores some of its state in memory"),
+        (["tiered.page_size=65536"], "layout differs .*pages"),
+        (["optim.moment_dtype=bf16"], "layout differs .*optim.moment_dtype"),
+        (["optim.master_dtype=bf16"], "layout differs .*optim.master_dtype"),
+        (["--seed", "1"], "another run: seed: it has 0, this run 1"),
+        (["model.freeze=wpe"], "not trained"),
+    ):
         said = refused(*words, *more, output=output)
         assert re.search(f"of step {step}, newer than any checkpoint, .*{why}", said), said
         assert "start without them with --resume never" in said
         assert contents(lease) == whole
-    (place / "offload-trainer").rename(place / "away")
+    (drive / "offload-trainer").rename(drive / "away")
     assert "does not exist; is its drive mounted?" in refused(*words, output=output)
-    (place / "away").rename(place / "offload-trainer")
+    (drive / "away").rename(drive / "offload-trainer")
     (output / "pages").rename(tmp_path / "pages")
     assert f"{output}/pages, which listed {lease}, no longer exists" in refused(*words, output=output)
     (tmp_path / "pages").rename(output / "pages")
     state, record = whole["state"], whole["record"]
+    half = len(record) // 2
+    numbers = [int.from_bytes(record[start : start + 8], "little") for start in (0, half)]
+    at = numbers.index(max(numbers)) * half + 60  # in the newest slot
     older = f"of step {step - 1}, newer .*of another step"
     for name, content, why, resumes in (
         ("state", state[::-1], "state: page 0, .* of another step or run", True),
         ("state", state[:-4096], "state is not there, or is shorter", False),
         ("record", bytes(len(record)), "record cannot be read: neither of its two slots is whole", False),
-        ("record", without_newest(record), older, None),
+        ("record", record[:at] + b"~" + record[at + 1 :], older, None),
         ("run.json", None, "run.json cannot be read: it is not there", True),
     ):
         (lease / name).unlink() if content is None else (lease / name).write_bytes(content)
@@ -273,9 +255,9 @@ def test_a_start_that_cannot_use_them_is_refused_and_they_stay(
 
 
 @pytest.mark.slow
-def test_an_older_checkpoint_and_never_discard_page_files(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+def test_an_older_checkpoint_and_never_discard_page_files(drive: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """A kill before or after the checkpoint is loaded changes no bit."""
-    words = ["--nvme", place, *ALL, "--save-every", 2]
+    words = ["--nvme", drive, *ALL, "--save-every", 2]
     killed("line=6", *words, output=tmp_path / "run")  # the save of step 4 has waited for that of step 2
     said = refused(*words, "--ram-fraction", "0.5", output=tmp_path / "run")
     assert "of step 5, newer than any checkpoint, cannot" in said
@@ -287,35 +269,35 @@ def test_an_older_checkpoint_and_never_discard_page_files(place: Path, tmp_path:
     assert f"{checkpoint.name}, step " in run.text
     assert "removed what 1 run(s) left that died" in run.text
     assert results(run.output)["metrics"] == alone["metrics"]
-    killed("record=2", "--nvme", place, *ALL, output=tmp_path / "other")
-    run = call("--nvme", place, *ALL, "--ram-fraction", "0.5", "--resume", "never", output=tmp_path / "other")
+    killed("record=2", "--nvme", drive, *ALL, output=tmp_path / "other")
+    run = call("--nvme", drive, *ALL, "--ram-fraction", "0.5", "--resume", "never", output=tmp_path / "other")
     assert gone_on(run) is None
     assert "removed what 1 run(s) left that died" in run.text
     assert "a kill will leave no page files to resume from" in run.text
     assert len(run.steps) == STEPS
-    assert not list((place / "offload-trainer").iterdir())
+    assert not list((drive / "offload-trainer").iterdir())
 
 
-# -- ends and settings -------------------------------------------------------------------------------------------------
+# -- ends, settings, and what else looks at page files -----------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["end", "dropped"])
-def test_killed_after_its_end_nothing_stays_on_the_drive(moment: str, place: Path, tmp_path: Path) -> None:
-    words = ["--nvme", place, *ALL]
+def test_killed_after_its_end_nothing_stays_on_the_drive(moment: str, drive: Path, tmp_path: Path) -> None:
+    words = ["--nvme", drive, *ALL]
     killed(moment, *words, output=tmp_path / "run")
-    (lease,) = (place / "offload-trainer").iterdir()
+    (lease,) = (drive / "offload-trainer").iterdir()
     run = call(*words, output=tmp_path / "run")
     assert "done before: 6 steps" in run.text
     assert f"{lease.parent}: removed what 1 run(s) left that died" in run.text
-    assert not list((place / "offload-trainer").iterdir())
+    assert not list((drive / "offload-trainer").iterdir())
     assert folders_in(tmp_path / "run/pages") == []
 
 
 @pytest.mark.slow
-def test_settings_of_the_page_files(place: Path, tmp_path: Path) -> None:
+def test_settings_of_the_page_files(drive: Path, tmp_path: Path) -> None:
     """A resumed run keeps choices of `auto` that page files have, and a setting that differs is named."""
-    words = [word for word in ["--nvme", place, *ALL] if word != "tiered.state_copies=2"]
+    words = [word for word in ["--nvme", drive, *ALL] if word != "tiered.state_copies=2"]
     killed("record=3", *words, "tiered.state_copies=2", output=tmp_path / "run")
     for engine, places in (("deepspeed", "auto"), ("tiered", 2)):
         wish = load_config(["--engine", engine, "--output", str(tmp_path / "run")])
@@ -338,23 +320,20 @@ def test_settings_of_the_page_files(place: Path, tmp_path: Path) -> None:
     assert "note: optim.lr is 0.005; the page files' run was saved with" in run.text
 
 
-# -- what else looks at them -------------------------------------------------------------------------------------------
-
-
-def test_only_their_own_run_takes_page_files(place: Path, tmp_path: Path) -> None:
+def test_only_their_own_run_takes_page_files(drive: Path, tmp_path: Path) -> None:
     """Another run removes what dead runs left, except page files; those of a lost run directory stay and are named."""
-    killed("record=3", "--nvme", place, *ALL, output=tmp_path / "run")
-    (lease,) = (place / "offload-trainer").iterdir()
-    stranger = dead_lease(place / "offload-trainer")
-    assert dead_runs(place) == [stranger]
-    assert dead_runs(place, listed=tmp_path / "run/pages") == sorted([stranger, lease])
-    with leased(place):
+    killed("record=3", "--nvme", drive, *ALL, output=tmp_path / "run")
+    (lease,) = (drive / "offload-trainer").iterdir()
+    stranger = dead_lease(drive / "offload-trainer")
+    assert dead_runs(drive) == [stranger]
+    assert dead_runs(drive, listed=tmp_path / "run/pages") == sorted([stranger, lease])
+    with leased(drive):
         assert lease.exists()
         assert not stranger.exists()
     (tmp_path / "run").rename(tmp_path / "moved")
-    assert dead_runs(place) == []
+    assert dead_runs(drive) == []
     messages: list[str] = []
-    with leased(place, say=messages.append):
+    with leased(drive, say=messages.append):
         pass
     (line,) = messages
     assert f"{lease} stays: it has the page files of the run in {tmp_path}/run" in line
@@ -362,23 +341,96 @@ def test_only_their_own_run_takes_page_files(place: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_page_files_are_not_exported(place: Path, tmp_path: Path) -> None:
-    with leased(place) as lease:
+def test_page_files_are_not_exported(drive: Path, tmp_path: Path) -> None:
+    with leased(drive) as lease:
         (lease / "state").write_bytes(bytes(8192))
         with pytest.raises(UserError, match="its run is alive"):
             opened(lease).__enter__()
-    killed("page=110", "--nvme", place, *ALL, output=tmp_path / "run")
-    (lease,) = (place / "offload-trainer").iterdir()
+    killed("page=110", "--nvme", drive, *ALL, output=tmp_path / "run")
+    (lease,) = (drive / "offload-trainer").iterdir()
     for source in (lease, tmp_path / "run"):
         with pytest.raises(UserError, match="repeat its command, which resumes from them"):
             opened(source).__enter__()
 
 
 @pytest.mark.slow
-def test_page_files_stay_after_an_error(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
-    words = ["--nvme", place, *ALL]
+def test_page_files_stay_after_an_error(drive: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+    words = ["--nvme", drive, *ALL]
     failed = faulty("EIO@page=110", *words, output=tmp_path / "run")
     assert failed.code == 1, failed.text
     run = call(*words, output=tmp_path / "run")
     assert f"; {RERUN_HINT} from its page files, step {gone_on(run)}, there or with another --nvme" in failed.text
     assert results(run.output) == alone
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+TIERED = [*ALL, "--engine", "tiered"]
+
+
+def one_killed(fault: str, *words: object, output: Path, count: int) -> None:
+    """Kill one rank, and check that the others end without a message."""
+    rank = int(fault.split(":")[0])
+    ended = call_ranks(*words, output=output, count=count, script=[FAULTY, fault])
+    codes = [run.code for run in ended]
+    assert codes == [-9 if one == rank else 69 for one in range(count)], [run.text[-2000:] for run in ended]
+
+
+@pytest.mark.slow
+def test_whichever_rank_is_killed(drive: Path, tmp_path: Path) -> None:
+    words = ["--nvme", drive, *TIERED, "tiered.overlap=backward"]
+    output, before = tmp_path / "run", 0
+    for fault, expected in (  # rank and moment of the kill, and by how many steps the files may advance
+        ("1:kill@page=3", [0]),
+        ("0:kill@flip=2", [1]),
+        ("1:kill@flip=1", [0, 1]),
+        ("0:kill@half", [0]),
+        ("0:kill@record", [1]),
+        ("0:kill@line=5", [0, 1, 2]),
+    ):
+        one_killed(fault, *words, output=output, count=3)
+        (folder,) = folders_in(output / "pages")
+        assert list((drive / "offload-trainer").iterdir()) == [folder]
+        newest = read_newest(read_description(folder))
+        step = newest.step if newest else 0
+        assert step - before in expected
+        before = step
+    ended = call_ranks(*words, output=output, count=2)
+    assert [run.code for run in ended] == [2] * 2, ended
+    assert "3 rank(s), and this run has 2: use --gpus 3" in ended[0].text
+    assert folders_in(output / "pages") == [folder]
+    said_nothing_of_places = [word for word in words if word != "tiered.state_copies=2"]
+    ended = call_ranks(*said_nothing_of_places, output=output, count=3)
+    assert [run.code for run in ended] == [0] * 3, ended
+    assert gone_on(ended[0]) == before == 4
+    alone = call("--nvme", drive, *ALL, "--accumulate", 3, output=tmp_path / "alone")
+    assert results(output) == results(alone.output)
+    assert not list((drive / "offload-trainer").iterdir())
+
+
+@pytest.mark.slow
+def test_small_pages_resume_with_another_number_of_ranks(drive: Path, tmp_path: Path) -> None:
+    words, output = ["--nvme", drive, *TIERED, "tiered.page_size=4096"], tmp_path / "run"
+    one_killed("1:kill@flip=3", *words, output=output, count=2)
+    killed("record=2", *words, "--accumulate", 2, output=output)
+    (ended, _) = call_ranks(*words, output=output, count=2)
+    assert gone_on(ended) in (4, 5)
+    alone = call("--nvme", drive, *ALL, "--accumulate", 2, output=tmp_path / "alone")
+    assert results(output) == results(alone.output)
+
+
+@pytest.mark.slow
+def test_a_rank_that_still_lives_is_waited_for(drive: Path, tmp_path: Path) -> None:
+    words = ["--nvme", drive, *ALL, "--output", tmp_path / "run"]
+    killed("record=2", *words[:-2], output=tmp_path / "run")
+    (folder,) = folders_in(tmp_path / "run/pages")
+    rank, told = hold(folder), tmp_path / "told"
+    told.touch()  # the child process opens it
+    command = start(COMMAND, *words, stdout=told, stderr=told)
+    until(lambda: "waiting for" in told.read_text())  # it does so for 60 s
+    assert "resuming from" not in told.read_text()
+    os.close(rank)
+    assert command.wait(600) == 0
+    assert f"waiting for {folder}/.ranks" in told.read_text()
+    assert "resuming from the page files" in told.read_text()

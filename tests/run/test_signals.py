@@ -1,4 +1,4 @@
-"""Tests of signals and of standard streams that are gone, without a run; test_ends.py has whole runs."""
+"""Tests of signals, of standard streams that are gone, and of the loop's stops; test_ends.py has whole runs."""
 
 import logging
 import os
@@ -8,7 +8,11 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -17,8 +21,10 @@ from test_telemetry import a_step
 
 from offload_trainer.cli import main
 from offload_trainer.errors import Stopped, exit_code
+from offload_trainer.ranks import all_gather_json
+from offload_trainer.run import loop
 from offload_trainer.run.directory import Log
-from offload_trainer.run.signals import stop_at_once, waiting
+from offload_trainer.run.signals import StopRequest, stop_at_once, waiting
 from offload_trainer.stdio import lasting_streams, write_now
 from offload_trainer.telemetry.sinks import Screen
 
@@ -38,11 +44,6 @@ def send(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def _twice(number: int) -> None:
-    send(number)
-    send(number)
-
-
 @pytest.mark.parametrize("number", STOPPING)
 def test_a_signal_while_a_line_is_printed(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -56,6 +57,11 @@ def test_a_signal_while_a_line_is_printed(
     monkeypatch.undo()
     assert signal.getsignal(number) is before
     assert f"{number.name}: finishing this step" in capfd.readouterr().err
+
+
+def _twice(number: int) -> None:
+    send(number)
+    send(number)
 
 
 @pytest.mark.slow
@@ -105,20 +111,16 @@ def test_sigusr1_requests_a_checkpoint() -> None:
         send(signal.SIGUSR1)
 
 
-def swallow_and_wait(number: int) -> None:
-    """Send a signal from a destructor, which swallows its exception; return only if none is raised again."""
-    deadline = time.monotonic() + 300
-    type("Swallows", (), {"__del__": lambda self: send(number)})()
-    while time.monotonic() < deadline:
-        pass
-
-
 @pytest.mark.parametrize("number", STOPPING)
-def test_a_stop_that_a_library_swallows_is_raised_again(
-    number: signal.Signals, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stop_that_is_swallowed_is_raised_again(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        deadline = time.monotonic() + 300
+        type("Swallows", (), {"__del__": lambda self: send(number)})()  # a destructor's exceptions are swallowed
+        while time.monotonic() < deadline:
+            pass
+
     with pytest.raises(Stopped), stop_at_once():
-        swallow_and_wait(number)
+        work()
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
     assert capfd.readouterr().err == ""
 
@@ -172,19 +174,6 @@ def test_cleanup_is_not_interrupted() -> None:
 # -- standard streams that are closed, or never existed ----------------------------------------------------------------
 
 
-def say_much() -> None:
-    """Write to the streams in every way: print, progress bar, log, a library's warning and logger, C, a handler."""
-    for _ in range(2):
-        print("a line")
-        print("a line", file=sys.stderr, flush=True)
-        Screen(2, initial=0, say=print, bounds={}, drives=False).step(a_step(2))
-        warnings.warn("of a library", stacklevel=1)
-        logging.getLogger("a library").error("said")
-        Log(loud=True).say("a line")
-        write_now("a line")
-        os.write(2, b"as from C\n")
-
-
 @pytest.mark.parametrize("kind", GONE)
 def test_output_without_a_reader(kind: str, tmp_path: Path) -> None:
     """Once a line is lost, no later write fails, even one to the bare descriptor. log.txt gets each line first."""
@@ -196,7 +185,15 @@ def test_output_without_a_reader(kind: str, tmp_path: Path) -> None:
             log.say("two")  # also without the command's stream replacement
         with lasting_streams():
             print("the first", file=sys.stderr)
-            say_much()
+            for _ in range(2):
+                print("a line")
+                print("a line", file=sys.stderr, flush=True)
+                Screen(2, initial=0, say=print, bounds={}, drives=False).step(a_step(2))
+                warnings.warn("of a library", stacklevel=1)
+                logging.getLogger("a library").error("said")
+                Log(loud=True).say("a line")
+                write_now("a line")
+                os.write(2, b"as from C\n")
 
     assert in_a_fork(work, streams=lambda: lose_streams(kind)) == 0
     assert [line[20:] for line in (tmp_path / "log.txt").read_text().splitlines()] == ["one", "two"]
@@ -243,3 +240,60 @@ def test_names_that_are_not_utf8(capfd: pytest.CaptureFixture[str]) -> None:
 
     assert in_a_fork(work) == 0
     assert capfd.readouterr().out == "/out/\\udcff\n"
+
+
+# -- the training loop -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, agreed, saved = StopRequest(), [], []
+
+    def slowly(said: Any) -> Any:
+        answers = all_gather_json(said)
+        agreed.append(said)
+        if len(agreed) == at:
+            asked.stop = signal.SIGTERM  # the handler sets it
+        return answers
+
+    monkeypatch.setattr(loop, "all_gather_json", slowly)
+    monkeypatch.setattr(loop, "_save_if_due", lambda job, state, **why: saved.append((state.step, why["stopping"])))
+    monkeypatch.setattr(loop, "_step", lambda job, state, batches: replace(state, step=state.step + 1))
+    monkeypatch.setattr(loop, "_evaluate", lambda job, step: None)
+    job: Any = SimpleNamespace(
+        train=SimpleNamespace(steps=9, micro_batch_size=1, eval_every=0),
+        train_rows=SimpleNamespace(train_batches=lambda *_, **__: iter(())),
+        engine=SimpleNamespace(rank=0, world=1),
+        checkpoints=type("Unsaved", (nullcontext,), {"ended": False})(),
+        to_save=loop.TimeToSave(step=None, save=0.0),
+        commit=None,
+        telemetry=None,
+    )
+    state = loop.train(job, asked)
+    assert state.step == at + 1
+    assert saved[-1] == (at + 1, True)
+    assert asked.stop == signal.SIGTERM
+
+
+def test_what_is_left_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
+    left = loop.TimeToSave(step=None, save=4.0)
+    left.begin("step", "validation", "save")
+    assert left.seconds is None  # nobody knows the seconds of a first step
+    now[0] = 10.0
+    left.begin("validation", "save")
+    now[0] = 13.0
+    left.begin("save")
+    assert left.seconds == 4.0
+    now[0] = 15.0
+    assert left.seconds == 2.0
+    left.begin("step", "validation", "save")
+    now[0] = 16.0
+    assert left.seconds == 9 + 3 + 4
+    left.save = 6.0
+    now[0] = 26.0  # the step takes longer than the one before
+    assert left.seconds == 0 + 3 + 6
+    left.begin("save")
+    left.begin("step", "save")
+    assert left.seconds == 11 + 6  # the longest of the latest steps

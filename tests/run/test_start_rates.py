@@ -71,9 +71,7 @@ def test_a_long_run_on_a_drive_measures_what_its_plan_lacks(cache: Path, drive: 
     assert plan_run(with_muon.config, again=replace(with_muon, machine=machine)).plan.forecast.step is not None
 
 
-def test_a_run_that_rates_do_not_change_starts_at_once(
-    cache: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_start_at_once(cache: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     due = planned(drive, tmp_path / "run", *MANY)
     short = planned(drive, tmp_path / "run", "--steps", "20")
     in_ram = plan_run(load_config([*TINY, *MANY, "--output", str(tmp_path / "run")]))
@@ -110,43 +108,31 @@ def test_the_layer_that_a_cpu_times_is_small_whatever_the_model() -> None:
     assert 4 * of_cpu.tokens**2 * of_cpu.width <= 5e9
 
 
-@pytest.mark.parametrize(
-    ("threads", "ram", "elements"), [(1, 10**12, 8 << 20), (64, 10**12, 64 << 20), (64, 2**31, 32 << 20)]
-)
 def test_memory_is_timed_on_arrays_beyond_the_caches_that_leave_room(
-    threads: int, ram: int, elements: int, cache: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each element takes up to 16 bytes, and 2 GiB are a container's limit, in which a model may be already."""
     due, timing = planned(drive, tmp_path / "run", *MANY), MagicMock(side_effect=TrainerError("not timed"))
-    due = replace(due, machine=replace(due.machine, ram_bytes=ram))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(bench, "bench_machine", timing)
-    machine_rates.rates_at_start(due, say=lambda _: None)
-    budget = timing.call_args.kwargs["budget"]
-    assert budget.memory_elements == elements
-    assert budget.update_elements == max(elements, 2 * due.config.tiered.page_size)
-
-
-# -- sessions ----------------------------------------------------------------------------------------------------------
-
-
-def session(drive: Path, told: list[str], **keys: object) -> Plan:
-    """Open and close a session whose state is on the drive; return its plan. It leaves torch's generator alone."""
-    block = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-    before = torch.get_rng_state()
-    facts = {"nvme": [str(drive)], "optimizer": "nvme", "ram_fraction": 0, "seq_len": 32, "kernel": "torch", **keys}
-    with ot.offload(block, say=told.append, **facts) as opened:  # type: ignore[arg-type]
-        plan: Plan = opened.plan
-    assert torch.equal(torch.get_rng_state(), before)
-    return plan
+    for threads, ram, elements in ((1, 10**12, 8 << 20), (64, 10**12, 64 << 20), (64, 2**31, 32 << 20)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        machine_rates.rates_at_start(replace(due, machine=replace(due.machine, ram_bytes=ram)), say=lambda _: None)
+        budget = timing.call_args.kwargs["budget"]
+        assert budget.memory_elements == elements
+        assert budget.update_elements == max(elements, 2 * due.config.tiered.page_size)
 
 
 @pytest.mark.slow
 def test_a_session_measures_if_ten_steps_move_enough(cache: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def told(worth: int) -> list[str]:
+        """Open and close a session whose state is on the drive, which leaves torch's generator alone."""
         monkeypatch.setattr(machine_rates, "_WORTH_BYTES", worth)
-        lines = list[str]()
-        plans.append(session(drive, lines))
+        block = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        lines, before = list[str](), torch.get_rng_state()
+        facts: dict[str, Any] = {"nvme": [str(drive)], "optimizer": "nvme", "ram_fraction": 0, "seq_len": 32}
+        with ot.offload(block, say=lines.append, kernel="torch", **facts) as opened:
+            plans.append(opened.plan)
+        assert torch.equal(torch.get_rng_state(), before)
         return [line for line in lines if line.startswith(("measured", "plan:"))]
 
     plans = list[Plan]()
@@ -161,18 +147,13 @@ def test_a_session_measures_if_ten_steps_move_enough(cache: Path, drive: Path, m
 
 
 @pytest.mark.slow
-def test_a_drive_that_fails_leaves_the_defaults(
-    cache: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drive_that_fails(cache: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, messages = planned(drive, tmp_path / "run", *MANY), list[str]()
     monkeypatch.setattr(DriveFile, "__init__", MagicMock(side_effect=TrainerError("no space left")))
     assert machine_rates.rates_at_start(before, say=messages.append) == before.machine
     assert messages[0].startswith("note: this machine's speed could not be measured")
     assert "no space left" in messages[0]
     assert not cache_file().exists()
-
-
-# -- several ranks -----------------------------------------------------------------------------------------------------
 
 
 def two_ranks(drive: Path, output: Path, fault: str) -> list[Run]:

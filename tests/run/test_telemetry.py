@@ -40,13 +40,7 @@ from offload_trainer.telemetry.metrics import (
     read_evaluations,
     read_metrics,
 )
-from offload_trainer.telemetry.report import (
-    RELOAD,
-    Series,
-    comparison_page,
-    predicted_row,
-    report_page,
-)
+from offload_trainer.telemetry.report import RELOAD, Series, comparison_page, predicted_row, report_page
 from offload_trainer.telemetry.sinks import JsonLines, Screen, Started, Telemetry, Trackers, refuse_missing
 from offload_trainer.units import format_bytes, format_seconds
 
@@ -76,9 +70,6 @@ def a_step(step: int = 1, **changes) -> StepRecord:
         skipped=False,
     )
     return replace(record, **changes)
-
-
-# --- meters ---
 
 
 def test_phases_wait_for_the_device_at_both_edges_and_add_up_over_micro_batches(monkeypatch):
@@ -168,9 +159,6 @@ def test_memory_of_a_device_is_torchs_once_cuda_runs(monkeypatch, tmp_path):
         assert held["drives"] == (tmp_path / "page").stat().st_blocks * 512
 
 
-# --- record ---
-
-
 def test_a_line_has_the_contract_s_keys_in_order_and_comes_back():
     for more in ({}, {"hidden": 0.5}, {"memory": {"ram": 5, "drives": 7}}, {"allocation_retries": 2}):
         record = a_step(7, mfu=0.31, **more)
@@ -185,9 +173,6 @@ def test_a_line_has_the_contract_s_keys_in_order_and_comes_back():
     found = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} in JSON"))
     assert (found["loss"], found["grad_norm"], found["phases"]["forward"]) == (None, None, None)
     assert parsed(a_step(loss=math.inf).to_json(), StepRecord).loss is None
-
-
-# --- sinks ---
 
 
 def test_a_full_drive_is_reported(tmp_path, monkeypatch):
@@ -215,6 +200,9 @@ def test_tails(tmp_path):
         lines.write('{"step": 6}')
         lines.close()
         assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*kept, 6]
+    path.write_bytes(a_step(1).to_json().encode() + b"\n\xff\xfe\n\n" + a_step(2).to_json()[:-4].encode())
+    assert read_metrics(path) == [a_step(1)]
+    assert read_metrics(tmp_path / "none.jsonl") == []
 
 
 def test_telemetry_writes_both_files_and_resumes(tmp_path):
@@ -237,7 +225,7 @@ def test_telemetry_writes_both_files_and_resumes(tmp_path):
     assert [e.step for e in read_evaluations(tmp_path / "evaluations.jsonl")] == [4]
 
 
-# --- screen ---
+# -- screen and medians ------------------------------------------------------------------------------------------------
 
 
 def test_a_line_each_twentieth_each_minute_and_the_last(monkeypatch):
@@ -278,14 +266,10 @@ def test_a_drive_is_mentioned_if_it_stores_more_than_logs():
         assert shown or "drive" not in said[0]
 
 
-# --- reading ---
-
-
-def phased(step: int, forward: float, **more) -> StepRecord:
-    return a_step(step, phases={"data": 0.0, "forward": forward, "backward": 0.0, "update": 0.0, **more})
-
-
 def test_medians_leave_out_the_first_two_steps_of_more_than_four():
+    def phased(step: int, forward: float, **more) -> StepRecord:
+        return a_step(step, phases={"data": 0.0, "forward": forward, "backward": 0.0, "update": 0.0, **more})
+
     assert median_phases([]) == {}
     assert median_phases([phased(1, 9.0), phased(2, 8.0), phased(3, 1.0), phased(4, 2.0)])["forward"] == 5.0
     five = [phased(1, 9.0), phased(2, 8.0), phased(3, 1.0), phased(4, 4.0), phased(5, 2.0)]
@@ -296,14 +280,9 @@ def test_medians_leave_out_the_first_two_steps_of_more_than_four():
     assert median_speed(rows) * 3.55 == pytest.approx(512)
 
 
-def test_metrics_that_are_absent_or_torn(tmp_path):
-    assert read_metrics(tmp_path / "none.jsonl") == []
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(a_step(1).to_json().encode() + b"\n\xff\xfe\n\n" + a_step(2).to_json()[:-4].encode())
-    assert read_metrics(path) == [a_step(1)]
+# -- trackers ----------------------------------------------------------------------------------------------------------
 
 
-EVALUATION = EvalRecord(step=2, validation_loss=2.5, perplexity=None)
 CONFIG = {"train.steps": 4, "data.path": ["a", "b"]}
 
 
@@ -313,12 +292,9 @@ def run(directory: Path, *names: str, steps: tuple[int, ...] = (1, 2), done: int
     sink = Trackers(names, directory, CONFIG, done=done, say=messages.append)
     for step in steps:
         sink.put("train", a_step(step, grad_norm=None if step == 2 else 1.5))
-    sink.put("validation", EVALUATION)
+    sink.put("validation", EvalRecord(step=2, validation_loss=2.5, perplexity=None))
     sink.close()
     return messages
-
-
-# -- each of the three -----------------------------------------------------------------------------------------------
 
 
 def test_tensorboard_has_the_numbers(tmp_path: Path) -> None:
@@ -391,9 +367,6 @@ def test_a_missing_tracker_names_its_package(tmp_path: Path, monkeypatch: pytest
     assert sinks._KINDS.keys() <= OPTIONAL.keys()
 
 
-# -- all of them, by one of this file's ------------------------------------------------------------------------------
-
-
 def put(monkeypatch: pytest.MonkeyPatch, name: str, log: Any = lambda *_: None, close: Any = lambda: None) -> list:
     """Register a tracker `name` of these functions; return the ids that it is started with."""
     begun: list[str | None] = []
@@ -443,20 +416,7 @@ def test_a_run_reports_each_step(tmp_path: Path) -> None:
     assert len(told) == 3
 
 
-# -- the page --------------------------------------------------------------------------------------------------------
-
-
-def page_of(rows: list[StepRecord], *, place: str, left: float | None = None) -> str:
-    """Return the page of a run with everything possible: long names, large numbers, all tiers, many validations."""
-    evaluations = [EvalRecord(step=s, validation_loss=3.123456, perplexity=1e9) for s in range(30)]
-    return report_page(
-        title=f"gpt2-10b: params gpu, optimizer 6.4% gpu, 83.1% RAM, else nvme {place}",
-        rows=rows,
-        evaluations=evaluations,
-        progress=(100_000, left),
-        predicted=predicted_row(place, 10**12, 10**12, format_bytes, 2 * 10**12),
-        notes=[f"a step writes 13 GB to {place}"],
-    )
+# -- the page ----------------------------------------------------------------------------------------------------------
 
 
 def full_step(step: int) -> StepRecord:
@@ -531,7 +491,7 @@ def test_memory_is_drawn_by_tier() -> None:
     assert len({*most}) == len({*drives}) == 1
 
 
-# -- while a run goes on ---------------------------------------------------------------------------------------------
+# -- while a run goes on -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -546,11 +506,7 @@ def telemetry(folder: Path, *, total: int) -> tuple[Telemetry, list[str]]:
     """Return the outputs of a run in `folder`, with its page, and the lines that they print."""
     said: list[str] = []
     outputs = Telemetry(folder, done=0, screen=Screen(total, initial=0, say=said.append, bounds={}, drives=True))
-
-    def page(left: float | None) -> str:
-        return page_of(read_metrics(folder / "metrics.jsonl", most=800), place="/mnt", left=left)
-
-    outputs.page = page
+    outputs.page = lambda left: small_page(read_metrics(folder / "metrics.jsonl", most=800), progress=(100_000, left))
     return outputs, said
 
 
@@ -634,7 +590,7 @@ def test_a_page_that_cannot_be_written_does_not_end_the_run(clock: SimpleNamespa
     outputs.close()
 
 
-# -- several runs ----------------------------------------------------------------------------------------------------
+# -- `offload-train report RUN...`: the differences of runs and their effects ------------------------------------------
 
 
 def test_runs_have_different_lines_and_their_names_below() -> None:
@@ -646,9 +602,6 @@ def test_runs_have_different_lines_and_their_names_below() -> None:
     assert [name for _, name in drawn] == names
     assert len({colour for colour, _ in drawn}) == len(names)
     assert re.findall(r'<span style="color: ([^"]*)">(.*?)</span>', page) == drawn
-
-
-# -- `offload-train report RUN...`: the differences of runs and their effects ------------------------------------------
 
 
 def a_run(directory: Path, *words: str, steps: int = 6, **row: Any) -> Path:

@@ -36,19 +36,17 @@ def test_one_value_among_others_is_found_wherever_it_is(dtype: torch.dtype, fiel
         assert told.startswith("1 of 150")
     assert describe_invalid_values(torch.full((150,), -0.0, dtype=dtype), signed=is_signed(field)) is None
     assert describe_invalid_values(torch.empty(0, dtype=dtype), signed=is_signed(field)) is None
-    assert (describe_invalid_values(torch.full((3,), -1.0, dtype=dtype), signed=is_signed(field)) is None) == (
-        field == "master"
-    )
+    negative = describe_invalid_values(torch.full((3,), -1.0, dtype=dtype), signed=is_signed(field))
+    assert (negative is None) == (field == "master")
 
 
 def plant(made: Any, name: str, field: str, value: float) -> None:
     """Set one value of a weight where the engine stores it."""
+    state, store = made.offloaded.state, made.offloaded.store
+    unit, place = state.places[name]
     if field == "fixed":
-        unit, place = made.offloaded.state.places[name]
-        made.offloaded.state.weights.put(unit.index, place.start, torch.tensor([value]))
+        state.weights.put(unit.index, place.start, torch.tensor([value]))
     else:
-        unit, place = made.offloaded.places[name]
-        store = made.offloaded.store
         ((number, at, _),) = store._table.touched(unit.index, place.start, 1)
         at = at.start // store.format.fields[field].per
         store.fields(number, store.in_memory(number))[field][at] = value

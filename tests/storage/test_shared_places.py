@@ -1,7 +1,4 @@
-"""Tests of shared places (drives, run directories, caches): owner, mode, links and locks.
-
-Locks are tested on the local filesystem, and on simulated network filesystems (`FILESYSTEMS`).
-"""
+"""Tests of shared places (drives, run directories, caches): owner, mode, links, and locks on local and other drives."""
 
 import errno
 import fcntl
@@ -40,10 +37,7 @@ flock = fcntl.flock
 
 
 def nfs(descriptor: int, operation: int) -> None:
-    """Lock as NFS and CIFS do.
-
-    Byte-range locks on the server need a writable descriptor for an exclusive lock.
-    """
+    """Lock as NFS and CIFS do: byte-range locks need a writable descriptor for an exclusive lock."""
     mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
     if (operation & fcntl.LOCK_EX and mode == os.O_RDONLY) or (operation & fcntl.LOCK_SH and mode == os.O_WRONLY):
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
@@ -162,15 +156,9 @@ def test_waiting_for_a_lock_is_reported_and_limited(tmp_path: Path, monkeypatch:
 # -- owners and links on a drive ---------------------------------------------------------------------------------------
 
 
-def a_link(path: Path) -> None:
-    path.with_name("elsewhere").mkdir()
-    dead_lease(path.with_name("elsewhere"))
-    path.symlink_to("elsewhere")
-
-
 THINGS: dict[str, Callable[[Path], object]] = {
     "pipe": os.mkfifo,
-    "link": a_link,
+    "link": lambda path: (THINGS["directory"](path.with_name("elsewhere")), path.symlink_to("elsewhere")),
     "file": Path.touch,
     "directory": lambda path: (path.mkdir(), dead_lease(path)),
 }
@@ -181,8 +169,7 @@ THINGS: dict[str, Callable[[Path], object]] = {
     [*(("yours", thing) for thing in THINGS if thing != "directory")]
     + [pytest.param("another user", thing, marks=ROOT) for thing in THINGS],
 )
-def test_something_else_has_the_name_on_the_drive(owner: str, thing: str, tmp_path: Path) -> None:
-    """It is left alone."""
+def test_something_else_that_has_the_name_on_the_drive_is_left_alone(owner: str, thing: str, tmp_path: Path) -> None:
     root = tmp_path / "offload-trainer"
     THINGS[thing](root)
     if owner != "yours":
@@ -216,7 +203,6 @@ def test_only_removed_directories_are_reported(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("thing", ["pipe", "link", "directory"])
 def test_a_run_directory_whose_lock_is_none(thing: str, tmp_path: Path) -> None:
-    """A lock that is a pipe, which would block, or a link is refused."""
     (tmp_path / "out").mkdir()
     THINGS[thing](tmp_path / "out/.lock")
     with ExitStack() as stack, pytest.raises(UserError, match=r"\.lock cannot be a run's lock: .*; move it away"):
@@ -229,9 +215,7 @@ def test_a_place_on_a_drive_that_is_not_mounted(tmp_path: Path) -> None:
     output.mkdir()
     (output / "checkpoints").symlink_to(tmp_path / "mnt/checkpoints")
     for wish in ("auto", "never"):
-        with pytest.raises(
-            UserError, match=r"checkpoints is a link to .*mnt/checkpoints, which does not exist: is its drive"
-        ):
+        with pytest.raises(UserError, match=r"is a link to .*mnt/checkpoints, which does not exist: is its drive"):
             find_resume(wish, output=output)
     (tmp_path / "run").symlink_to(tmp_path / "mnt/run")
     with pytest.raises(UserError, match=r"run is a link to .*mnt/run, which does not exist"):
@@ -273,13 +257,11 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return order
 
 
-def test_metrics_are_durable_before_the_checkpoint_of_their_step(synced: list[str], tmp_path: Path) -> None:
+def test_metrics_and_new_parents_are_durable_first(synced: list[str], tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     final = save(tmp_path, 1)
     assert synced.index(f"sync {tmp_path}/metrics.jsonl") < synced.index(f"name {final}")
-
-
-def test_new_parents_of_a_directory_are_durable(synced: list[str], tmp_path: Path) -> None:
+    synced.clear()
     with ExitStack() as stack:
         hold(stack, tmp_path / "a/b/c", Log(loud=False), create=True)
         assert synced[:3] == [f"sync {tmp_path}", f"sync {tmp_path}/a", f"sync {tmp_path}/a/b"]
@@ -304,10 +286,7 @@ def test_a_file_that_is_replaced_is_whole_at_any_moment(synced: list[str], tmp_p
 
 @pytest.fixture
 def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[Path, int]]:
-    """Return a function that builds a small kernel in a separate cache, and returns its path and inode.
-
-    The inode is another one if the kernel was built again.
-    """
+    """Return a function that builds a kernel in a cache of its own; it returns its path and inode, new if built."""
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
     source = tmp_path / "small.cpp"
     source.write_text('extern "C" int answer() { return 42; }\n')
@@ -321,9 +300,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "cut short": lambda library: os.truncate(library, 1000),
-    "a flipped bit": lambda library: library.write_bytes(
-        bytes([library.read_bytes()[0] ^ 1]) + library.read_bytes()[1:]
-    ),
+    "a flipped bit": lambda library: library.write_bytes(library.read_bytes().replace(b"\x7fELF", b"\x7fELG", 1)),
     "without its sum": lambda library: library.with_name("small.so.sha256").unlink(),
     "a link": lambda library: (library.rename(library.with_name("y")), library.symlink_to("y")),
 }
@@ -354,9 +331,7 @@ def test_kernels_are_cached_where_only_this_user_writes(
 
 
 @ROOT
-def test_kernels_that_another_user_may_have_planted_are_not_loaded(
-    build: Callable[[], tuple[Path, int]], tmp_path: Path
-) -> None:
+def test_kernels_of_other_users_are_not_loaded(build: Callable[[], tuple[Path, int]], tmp_path: Path) -> None:
     (library, before), cache = build(), tmp_path / "cache"
     os.chown(library, NOBODY, NOBODY)
     again = build()
@@ -406,14 +381,12 @@ def test_rates_stored_concurrently_are_all_kept(
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unwritable cache, or an unknown home directory, is reported before anything is measured."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "file/cache"))
     with pytest.raises(UserError, match=r"machine\.json: rates cannot be saved there.*OFFLOAD_TRAINER_CACHE"):
         rate_cache.refuse_unwritable()
     for name in ("OFFLOAD_TRAINER_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
-
     monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=KeyError))
     with pytest.raises(UserError, match=r"no cache directory.*Set HOME, or name one with OFFLOAD_TRAINER_CACHE"):
         cache_directory()
@@ -429,13 +402,8 @@ def test_directories_of_torchs_extensions_that_cannot_be_made(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_builds_of_torchs_extensions_take_turns(
-    filesystem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Loading async_io also builds pin_memory, and would wait forever for a killed build's lock.
-
-    Without locks it is not removed, since its process may be alive.
-    """
+def test_builds_of_extensions_take_turns(filesystem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would wait forever for a killed build's lock. Without locks its process may be alive, and it stays."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(stock, "_build_directory", lambda build: tmp_path / build)
     removed: list[Path] = []

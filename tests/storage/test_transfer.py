@@ -1,9 +1,11 @@
-"""Tests of transfers to and from drives, and of pinned memory: all bytes arrive, or a message says what happened."""
+"""Tests of what is written to drives: transfers, pinned memory, safetensors files written in parts, torn records."""
 
 import errno
 import gc
 import os
+import random
 import subprocess
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +13,15 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import CudaDevice
+from offload_trainer.offloading.pages.manifest import Record, read_record
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.storage import host_memory, transfer
 from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.tensorfile import PlacedWriter, TensorEntry, file_of
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers
 
 
@@ -51,7 +56,6 @@ def test_many_concurrent_transfers_are_complete(transfers: Transfers, drive: Pat
 
 
 def assert_kept(file: DriveFile) -> None:
-    """Assert that a file returns what is written to it, and close it."""
     data, back = filled(8192, 3), host_buffer(8192)
     file.write(data.numpy().data, 0)
     file.read(back.numpy().data, 0)
@@ -144,12 +148,11 @@ def test_memory_is_unpinned_with_its_last_view_before_it_is_unmapped(runtime: Ru
     assert not runtime.freed
     del view
     gc.collect()
-    assert not runtime.pinned
-    assert runtime.freed == [True]
+    assert (runtime.pinned, runtime.freed) == (set(), [True])
 
 
-def test_a_closed_device_holds_none(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A closed device holds no pinned memory, although an engine refers to it until it is collected."""
+def test_a_closed_device_holds_no_pinned_memory(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine refers to it until it is collected."""
     monkeypatch.setattr(torch.cuda, "Stream", lambda place: SimpleNamespace())
     monkeypatch.setattr(torch.cuda, "set_device", lambda place: None)
     device = CudaDevice(torch.device("cpu"), staging_bytes=8192, stagings=2)
@@ -160,10 +163,7 @@ def test_a_closed_device_holds_none(runtime: Runtime, monkeypatch: pytest.Monkey
 
 
 def test_each_rank_pins_its_own_mapping_of_shared_memory(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank of a node pins only its own part of a buffer that all of them read.
-
-    If each pinned all outboxes of eight ranks, an embedding of 5e8 weights would take 17 GB of pinned memory a rank.
-    """
+    """If each pinned all outboxes of 8 ranks, an embedding of 5e8 weights would take 17 GB of pinned memory a rank."""
     node = Node()
     node.rank, node.world, node.local_ranks = 1, 3, range(3)
     memory = host_memory.host_buffer(1 << 20)
@@ -182,3 +182,94 @@ def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(code=2))
     with pytest.raises(TrainerError, match=r"CUDA cannot pin 8\.19 kB of host memory \(error 2\)"):
         host_memory.host_buffer(8192, pinned=True)
+
+
+# -- safetensors files that one writer or several write in parts -------------------------------------------------------
+
+ENTRIES = [
+    TensorEntry("a", torch.float32, (300, 7)),
+    TensorEntry("b", torch.bfloat16, (1001,)),
+    TensorEntry("none", torch.float32, (0, 4)),
+    TensorEntry("c", torch.uint8, (77,)),
+]
+
+
+def test_several_writers_make_the_file_of_one(tmp_path: Path, seed: int) -> None:
+    """safetensors reads what one writer has written, and several make the same file in any order and division."""
+    torch.manual_seed(1)
+    tensors = {entry.name: torch.randint(0, 200, entry.shape).to(entry.dtype) for entry in ENTRIES}
+    alone = PlacedWriter(tmp_path / "alone", ENTRIES, whole=True)
+    for name, tensor in tensors.items():
+        alone.put(name, 0, tensor.t().contiguous().t() if tensor.dim() == 2 else tensor)  # not contiguous
+    expected = file_of(alone.close())
+    data = (tmp_path / "alone").read_bytes()
+    assert (expected.bytes, expected.crc32) == (len(data), zlib.crc32(data))
+    loaded = load_file(tmp_path / "alone")
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    header = PlacedWriter.make(tmp_path / "parts", ENTRIES)
+    writers = [PlacedWriter(tmp_path / "parts", ENTRIES) for _ in range(3)]
+    parts = [(e.name, start, min(61, e.numel - start)) for e in ENTRIES for start in range(0, e.numel, 61)]
+    random.Random(seed).shuffle(parts)
+    for number, (name, start, count) in enumerate(parts):
+        writers[number % 3].put(name, start, tensors[name].view(-1)[start : start + count])
+    assert file_of([header, *(piece for writer in writers for piece in writer.close())]) == expected
+    assert (tmp_path / "parts").read_bytes() == data
+
+
+def test_a_full_disk_is_reported_with_the_file(tmp_path: Path) -> None:
+    os.symlink("/dev/full", tmp_path / "x")
+    writer = PlacedWriter(tmp_path / "x", ENTRIES)
+    with pytest.raises(TrainerError, match=r"x: No space left on device after 0 bytes; free space"):
+        writer.put("c", 0, torch.zeros(77, dtype=torch.uint8))
+    with pytest.raises(TrainerError, match=r"No space left on device after \d+ bytes"):
+        PlacedWriter(Path("/dev/full"), ENTRIES, whole=True)
+
+
+# -- records that are replaced atomically: if one is torn, the one before it is read -----------------------------------
+
+
+def written(path: Path, *contents: bytes) -> Record:
+    record = Record(path, most=5000)
+    for content in contents:
+        record.write(content)
+    return record
+
+
+def test_the_newest_record_is_read_and_the_next_follows_it(tmp_path: Path) -> None:
+    path = tmp_path / "record"
+    written(path).close()
+    with pytest.raises(ValueError, match="neither of its two slots is whole"):
+        read_record(path, most=5000)
+    for count in range(1, 6):
+        written(path, b"%d" % count * 700).close()
+        assert read_record(path, most=5000) == b"%d" % count * 700
+    assert path.stat().st_size == 2 * 8192
+    written(path, b"short", b"", b"5000 bytes".ljust(5000)).close()
+    assert read_record(path, most=5000) == b"5000 bytes".ljust(5000)
+    for size in (1, 4096, 3 * 8192):
+        path.write_bytes(b"x" * size)
+        with pytest.raises(ValueError, match="bytes"):
+            read_record(path, most=5000)
+
+
+def test_a_record_that_is_torn_is_the_one_before(tmp_path: Path) -> None:
+    path, old, new = tmp_path / "record", b"the step before", b"the step now"
+    written(path, b"long ago", old).close()
+    before = path.read_bytes()
+    written(path, new).close()
+    after = path.read_bytes()
+    changed = [place for place in range(len(after)) if before[place] != after[place]]
+    # a power cut may destroy a block that is being written, and no other: the slots share none
+    assert 8192 <= changed[0] <= changed[-1] < 16384 == len(after)
+    assert read_record(path, most=5000) == new
+    for place in changed[1:]:  # bytes before `place` were written
+        path.write_bytes(after[:place] + before[place:])
+        assert read_record(path, most=5000) == old, place
+    path.write_bytes(after)
+    for place in range(8192, 8192 + 20 + len(new)):  # the slot of the third record
+        path.write_bytes(after[:place] + bytes([after[place] ^ 0x55]) + after[place + 1 :])
+        assert read_record(path, most=5000) == old, place
+    path.write_bytes(after[8192:] + after[:8192])  # the slots exchanged
+    with pytest.raises(ValueError, match=r"neither of its two slots is whole$"):
+        read_record(path, most=5000)

@@ -1,27 +1,35 @@
-"""Tests of the GPU suite: both calls are rehearsed without a GPU, measure what they name, and report failures."""
+"""Tests of the GPU suite, whose calls are rehearsed without a GPU, and of the folder for a machine without network."""
 
 import gzip
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
 import sys
 import tarfile
 import time
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import requires
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gpu_folder
 import gpu_suite
 import peers
 import pytest
 import torch
 import worker
 from commands import TINY, environment
+from gpu_folder import CARRIED, LEVELS, THERE, command, pinned
 from gpu_stages import speed
 from gpu_stages.stage import Record, Stage
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from seen_calls import calls_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from worker import OUT_OF_TIME, Failure, Worker
@@ -48,7 +56,6 @@ def suite(command: str, **extra: str) -> subprocess.CompletedProcess[str]:
 
 
 # -- the two calls -----------------------------------------------------------------------------------------------------
-
 
 PAGE = (ROOT / "docs/benchmarks/gpu.md").read_text()
 COMMANDS = {call: line for line, call in re.findall(r"^ {4}(scripts/gpu_suite\.sh (\w+) .*)$", PAGE, re.MULTILINE)}
@@ -233,7 +240,6 @@ def test_what_a_call_has_no_time_for_is_listed(tmp_path: Path) -> None:
 
 
 def test_a_stage_that_is_killed_leaves_every_row_it_had(tmp_path: Path) -> None:
-    """They are in its files, and in the archive."""
     record = a_record(tmp_path, tar=tmp_path / "out/all.tar.gz")
     record.add(case="one", speed=1.5)
     kept = json.loads((tmp_path / "8b.json").read_text())
@@ -273,9 +279,7 @@ def has_time(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.slow
 def test_a_clipped_row_is_marked_and_selected_cases_are_run(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A case without an export needs no room for one. --only continues a stage that had no time for all; without the
-    first row nothing is compared with it.
-    """
+    """A case without an export needs no room for one. With --only nothing is compared with a row that is not run."""
     case = speed.ours("clipped", "0", "0.5", "backward", "{drive}", "optim.max_grad_norm=1e-3")
     speed.Group("t", speed.gpt2, [case]).carry_out(stage)
     monkeypatch.setattr(stage, "_only", "half in RAM, half on the drive, overlap off")
@@ -319,9 +323,7 @@ worker.carry_out(print, words=[], output='out', steps=1, product=128)"""
 
 @pytest.mark.parametrize("code", [STAGE, WORKER], ids=["stage", "worker"])
 def test_torch_is_not_imported(code: str) -> None:
-    """A stage's process must survive a GPU failure. A worker's prepares itself first: CUDA reads its allocator's
-    settings and its number of connections from the environment when it is first used.
-    """
+    """A stage must survive a GPU's failure; a worker sets the environment that CUDA reads when it is first used."""
     there = environment(PYTHONPATH=":".join(map(str, (ROOT, SCRIPTS, ROOT / "benchmarks"))))
     run = [sys.executable, "-c", f"import sys\n{code}"]
     assert subprocess.run(run, cwd=SCRIPTS, env=there, check=False).returncode == 7
@@ -339,3 +341,65 @@ def test_a_memory_cap_applies_to_the_plan_and_the_allocator(monkeypatch: pytest.
     worker.limit_memory(34 * GB)
     assert torch.cuda.mem_get_info() == (32.5 * GB, 34 * GB)
     assert fractions == [pytest.approx(33.5 / 140)]
+
+
+# -- the folder for a machine without network: it has all dependencies, and its versions are pinned --------------------
+
+LINUX = {"python_version": "3.12", "python_full_version": "3.12.3", "sys_platform": "linux", "extra": ""}
+LINUX |= {"platform_system": "Linux", "os_name": "posix", "platform_machine": "x86_64"}
+LINUX |= {"implementation_name": "cpython", "platform_python_implementation": "CPython"}
+
+
+def test_every_need_of_the_package_is_carried_or_there() -> None:
+    known = {canonicalize_name(one) for one in (*CARRIED, *THERE)}
+    own = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {canonicalize_name(Requirement(line).name) for line in own} <= known
+    for need in (Requirement(text) for name in CARRIED for text in requires(name) or ()):
+        assert (need.marker and not need.marker.evaluate(LINUX)) or canonicalize_name(need.name) in known, need
+
+
+def test_versions_and_levels_of_kernels_are_pinned_and_for_one_machine(tmp_path: Path) -> None:
+    words = command(tmp_path, python="3.12", more=["transformers==5.23.0"])
+    assert {"--only-binary=:all:", "--no-deps", "cp312", "manylinux_2_28_x86_64", "transformers==5.23.0"} <= set(words)
+    assert all("==" in pin for pin in pinned())
+    assert not any(word.startswith(("torch==", "nvidia")) for word in words)
+    # The first levels require every feature of the later ones.
+    needed = [flags for _, flags in LEVELS.values()]
+    assert all(more > fewer for more, fewer in pairwise(needed))
+    assert [options[0] for options, _ in LEVELS.values()][-1] == "-march=x86-64-v3"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the folder is for x86-64")
+def test_a_machine_without_a_compiler_uses_the_folders_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs no libstdc++ there. Kernels of other sources, or for another CPU, are not used."""
+    monkeypatch.setattr(gpu_folder, "LEVELS", {"x86-64-v3": LEVELS["x86-64-v3"]})
+    (made,) = gpu_folder.build_kernels(tmp_path / "kernels")
+    assert b"libstdc++.so" not in made.read_bytes()
+    assert made.stat().st_size < 2_000_000
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert choose_kernel("auto")[0].name == "torch"
+    if not (placed := gpu_folder.place_kernel(tmp_path / "kernels")):
+        pytest.skip("this CPU is older than those that kernels are built for")
+    assert placed == "x86-64-v3"
+    assert choose_kernel("native")[0].name == "native"
+    for name, change in (("line_of_features", lambda: "flags: avx"), ("texts_of", lambda source: ["other"])):
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu_folder.kernel_cache, name, change)
+            assert gpu_folder.place_kernel(tmp_path / "kernels") == ""
+
+
+@pytest.mark.network
+def test_the_folder_is_small_and_its_packages_are_importable(tmp_path: Path) -> None:
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    no_kernels = environment(CXX="no-such-compiler")  # each takes seconds; the test above builds one
+    script = [sys.executable, str(SCRIPTS / "gpu_folder.py"), str(tmp_path), "--python", here]
+    done = subprocess.run(script, capture_output=True, text=True, env=no_kernels)
+    if done.returncode and "No matching distribution" in done.stderr:
+        pytest.skip("pip reaches no index here")
+    assert done.returncode == 0, done.stderr  # 1 if it is larger than 40 MiB
+    assert "no kernel for x86-64-v3: " in done.stderr
+    site = str(tmp_path / "site")
+    code = f"import pydantic, torchao; assert pydantic.__file__.startswith({site!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment(PYTHONPATH=site))

@@ -1,6 +1,4 @@
-"""Tests of a newcomer's first commands: the wheel, the README's quickstart from it in a fresh environment, and each
-command of docs/tutorial.md with the pretrained model of the demo.
-"""
+"""Tests of a newcomer's first commands: the wheel, the README's quickstart from it, each one of docs/tutorial.md."""
 
 import json
 import os
@@ -40,8 +38,6 @@ TEXT = PAGE.read_text()
 PLANS = re.findall(r"^ {4}(offload-train plan .*--machine .*)\n\n```text\n((?:.*\n)*?)```", TEXT, re.MULTILINE)
 TUTORIAL = re.findall(r"^ {4}(?! )(\S.*)$", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL), re.MULTILINE)
 TUTORIAL = [line for line in TUTORIAL if line not in [plan for plan, _ in PLANS]]
-QUESTION = "Which flag names the drive?"
-HELD = 4096, 36, 12288, 32, 8  # Qwen3-8B on the hub: hidden, layers, intermediate, heads, heads of keys and values
 
 
 @pytest.fixture(scope="module")
@@ -54,20 +50,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = [sys.executable, "-c", "from setuptools import build_meta; print(build_meta.build_wheel('dist'))"]
     done = subprocess.run(build, cwd=copy, capture_output=True, text=True, check=True)
     return copy / "dist" / done.stdout.splitlines()[-1]
-
-
-@pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the variables of a new virtual environment without this repository."""
-    return fresh_environment(tmp_path_factory.mktemp("fresh"))
-
-
-def cloned(folder: Path) -> Path:
-    """Copy the files that `make demo` reads; the package itself is the installed one."""
-    folder.mkdir()
-    for name in ("Makefile", "pyproject.toml", "requirements.lock", "scripts", "configs"):
-        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy2)(ROOT / name, folder / name)
-    return folder
 
 
 def losses(run: Path) -> list[float]:
@@ -97,9 +79,9 @@ def killed(command: str, folder: Path, there: dict[str, str]) -> None:
     pytest.fail("it was always done before it could be killed")
 
 
-def test_each_command_of_the_quickstart_works(fresh: dict[str, str], wheel: Path, tmp_path: Path) -> None:
+def test_each_command_of_the_quickstart_works(wheel: Path, tmp_path: Path) -> None:
     """From a wheel: the demo without a network, and in an empty directory all others."""
-    folder = tmp_path / "work"
+    fresh, folder = fresh_environment(tmp_path / "fresh"), tmp_path / "work"
     folder.mkdir()
     (folder / "mine.txt").write_text("It was the best of times, it was the worst of times.\n" * 1500)
     talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in CHATS] * 12
@@ -110,7 +92,10 @@ def test_each_command_of_the_quickstart_works(fresh: dict[str, str], wheel: Path
     assert where.startswith(os.fspath(Path(fresh["PATH"].partition(":")[0]).parent))
 
     assert DEMO == "make demo"
-    venv, clone = Path(fresh["PATH"].partition(":")[0]).parent, cloned(tmp_path / "clone")
+    venv, clone = Path(fresh["PATH"].partition(":")[0]).parent, tmp_path / "clone"
+    clone.mkdir()
+    for name in ("Makefile", "pyproject.toml", "requirements.lock", "scripts", "configs"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy2)(ROOT / name, clone / name)
     (venv / ".ready").touch()  # `make setup` was run
     offline = {"UV_OFFLINE": "1", "UV_CACHE_DIR": str(tmp_path / "uv")}  # another test may have loaded the model
     shown = shell(f"{DEMO} VENV={venv}", fresh | offline, clone)
@@ -178,7 +163,7 @@ def test_the_demo_and_each_command_of_the_tutorial(tmp_path: Path) -> None:
             shutil.copytree(demo, output)
             told["train"] = command
         else:
-            told[command] = shell(command, there, tmp_path, typed=QUESTION)
+            told[command] = shell(command, there, tmp_path, typed="Which flag names the drive?")
     assert "--output runs/chat" in told["train"]
     assert "32 conversations" in next(text for command, text in told.items() if " prepare " in command)
     assert "--nvme" in told["offload-train chat runs/chat"]
@@ -195,9 +180,9 @@ def test_plans_on_the_page_are_those_that_the_command_prints(
 ) -> None:
     """UPDATE_GOLDEN=1 writes them into the page. The README's picture (scripts/plan_picture.py) has the second one."""
     monkeypatch.chdir(tmp_path)
-    hidden, layers, inner, heads, pairs = HELD
-    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": inner, "head_dim": 128}
-    shape |= {"num_attention_heads": heads, "num_key_value_heads": pairs, "max_position_embeddings": 40960}
+    # Qwen3-8B on the hub
+    shape = {"hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288, "head_dim": 128}
+    shape |= {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 40960}
     named = {"vocab_size": 151936, "tie_word_embeddings": False, "architectures": ["Qwen3ForCausalLM"]}
     Qwen3Config(**shape, **named).save_pretrained(tmp_path / "Qwen/Qwen3-8B")
     assert len(PLANS) == 2

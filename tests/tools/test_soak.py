@@ -17,8 +17,6 @@ from sample_chats import lines
 
 from offload_trainer.offloading.pages.store import PageCopies
 
-SOAK = Path(__file__).resolve().parents[2] / "soak"
-
 # -- kill and resume ---------------------------------------------------------------------------------------------------
 
 
@@ -63,7 +61,8 @@ def test_a_run_with_other_bits_is_found(told: str, tmp_path: Path) -> None:
 def test_random_kills_change_nothing(words: list[str], seed: int, tmp_path: Path) -> None:
     """Other tests kill one rank with page files and ranks with checkpoints."""
     kills = 2 if "--ranks" in words else 4  # each start of two ranks takes several times as long
-    argv = [sys.executable, SOAK / "kill_and_resume.py", "--kills", str(kills), "--seed", str(seed), *words]
+    script = Path(__file__).resolve().parents[2] / "soak/kill_and_resume.py"
+    argv = [sys.executable, script, "--kills", str(kills), "--seed", str(seed), *words]
     there = environment(TMPDIR=str(tmp_path))
     done = subprocess.run(argv, capture_output=True, text=True, env=there, timeout=1500, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

@@ -1,10 +1,11 @@
-"""Tests of a GPU that runs out of memory, on the emulated one: the run goes on with the bits of one left alone."""
+"""Tests of memory that is full: a run on an emulated GPU goes on with the same bits; in a cgroup plans are right."""
 
 import gc
 import json
 import os
 import random
 import re
+import subprocess
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from commands import KILL, LIMIT, Run, command, environment
 from commands import results as results_of_run
 from counted_once import cached_counts
 from emulated_gpu import emulated_gpu
@@ -161,3 +163,52 @@ def test_errors_of_a_full_gpu_are_recognised() -> None:
         attempt.side_effect = other
         with pytest.raises(type(other)):
             _full(attempt)
+
+
+# -- host memory under a cgroup's limit --------------------------------------------------------------------------------
+
+
+def inside(box: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    script = f'echo $$ > {box}/cgroup.procs && exec "$@"'
+    return subprocess.run(
+        ["sh", "-c", script, "box", *command(*words)], capture_output=True, text=True, env=environment(), timeout=500
+    )
+
+
+def two_steps(folder: Path, **shape: int) -> list[str]:
+    """Write a Llama's configuration; return the words of two steps of it with random weights and tokens of its own."""
+    llama = {"model_type": "llama", "vocab_size": 2048, "num_hidden_layers": 2, "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(llama | {"bos_token_id": 0, "eos_token_id": 0} | shape))
+    words = ["--model", str(folder), f"data.cache={folder}/cache", "--scratch", "--tokenizer", "builtin"]
+    words += ["--steps", "2", "--save-every", "0", "train.eval_every=0", "data.validation=0", "placement.threads=2"]
+    words += ["--engine", "tiered", "--micro-batch", "1", "--dtype", "fp32", "model.activation_checkpointing=on"]
+    return words
+
+
+@pytest.mark.slow(40)
+@pytest.mark.box
+def test_a_row_that_is_refused_would_be_killed(box: Path, tmp_path: Path) -> None:
+    # A wide MLP and one narrow head, since the attention of a longer row would take most of the time.
+    shape = {"hidden_size": 64, "intermediate_size": 16384, "num_attention_heads": 1, "head_dim": 16}
+    words = [*two_steps(tmp_path, **shape, max_position_embeddings=8192), "--seq-len", "8192"]
+    refused = inside(box, *words, "--output", tmp_path / "refused")
+    assert refused.returncode == 2
+    assert "ram needs" in refused.stderr
+    assert not (tmp_path / "refused").exists()
+    assert inside(box, *words, "--force", "--output", tmp_path / "forced").returncode == -KILL
+
+
+@pytest.mark.slow(40)
+@pytest.mark.box
+def test_a_model_runs_in_one_weight_buffer_where_two_do_not_fit(box: Path, drive: Path, tmp_path: Path) -> None:
+    """The plan lowers the number without an argument."""
+    shape = {"hidden_size": 1024, "intermediate_size": 14336, "num_attention_heads": 8, "max_position_embeddings": 1024}
+    words = [*two_steps(tmp_path, **shape), "--seq-len", "128", "--nvme", drive, "--ram-fraction", "0"]
+    words += ["placement.gradients=nvme", "tiered.overlap=off", "tiered.page_size=1048576"]
+    done = inside(box, *words, "--output", tmp_path / "run")
+    assert done.returncode == 0, done.stderr[-2000:]
+    found, plan = Run(0, done.stderr, tmp_path / "run"), json.loads((tmp_path / "run/plan.json").read_text())
+    assert (plan["chosen"]["params"], plan["chosen"]["sizes"]["unit_buffers"]) == ("nvme", 1)
+    assert found.steps[-1]["host_rss_bytes"] <= LIMIT
+    assert len(found.losses) == 2
+    assert found.losses[1] < found.losses[0]

@@ -18,6 +18,7 @@ from pyarrow import ipc, parquet
 from sample_chats import CHATS, documents_of, lines, prepared, turns
 
 from offload_trainer.data import documents
+from offload_trainer.data.sources import find_sources
 from offload_trainer.errors import UserError
 
 PACKERS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
@@ -184,6 +185,8 @@ def test_a_saved_data_set_has_the_splits_of_its_folders_and_missing_files_are_na
     prepared(tmp_path / "both", say=said.append)
     (note,) = [line for line in said if line.startswith("note: only")]
     assert note == f"note: only 1 of the 2 files {tmp_path / 'both/train/data'}-*-of-00002 are there"
+    one.save_to_disk(tmp_path / "neither" / "a", num_shards=2)  # which leaves the file of the earlier save
+    assert documents_of(*find_sources([str(tmp_path / "neither" / "a")])) == TEXTS[:5]
 
 
 def test_marks_are_skipped_and_lines_of_wrong_bytes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -480,6 +480,16 @@ def test_a_changed_header_builds_another_library(tmp_path: Path, monkeypatch: py
 
 
 @ON_CPU
+@pytest.mark.slow
+def test_two_processes_may_build_concurrently(tmp_path: Path) -> None:
+    code = "from offload_trainer.optim.native_kernel import NativeKernel; NativeKernel()"
+    env = os.environ | {"OFFLOAD_TRAINER_CACHE": str(tmp_path)}
+    both = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(2)]
+    assert [process.wait(300) for process in both] == [0, 0]
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["adam.so", "adam.so.sha256", "turn"]
+
+
+@ON_CPU
 @pytest.mark.parametrize("states", FORMATS)
 def test_a_kernel_that_is_off_by_one_bit_is_not_used(states: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Off(NativeKernel):

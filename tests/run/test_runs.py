@@ -220,6 +220,25 @@ def test_damaged_files_are_refused(finished, drive: Path, tmp_path: Path, capsys
 # -- what else a run must do -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@pytest.mark.ops
+def test_two_ranks_of_stock_deepspeed_train_as_one(drive: Path, tmp_path: Path) -> None:
+    """One rank that accumulates resumes their checkpoint. Other dropout masks would change losses by 0.01."""
+    both = ["--nvme", drive, *TINY, "--steps", 8, "train.eval_every=0", "--save-every", 4, *PLACEMENTS["zero-3 cpu"]]
+    both += [f"model.overrides.{key}_pdrop=0.5" for key in ("attn", "embd", "resid")]
+    one = call(*both, "--accumulate", 2, output=tmp_path / "one")
+    two = call(*both, "--gpus", 2, output=tmp_path / "two")
+    assert len(one.losses) == len(two.losses) == 8
+    for single, double in zip(one.steps, two.steps, strict=True):
+        assert single["tokens"] == double["tokens"]
+        assert single["loss"] == pytest.approx(double["loss"], abs=4e-3)
+        assert single["grad_norm"] == pytest.approx(double["grad_norm"], rel=3e-2)
+    start = tmp_path / "two/checkpoints/step-00000004"
+    resumed = call(*both, "--accumulate", 2, "--resume", start, output=tmp_path / "three")
+    for single, double in zip(resumed.steps, two.steps[4:], strict=True):
+        assert single["loss"] == pytest.approx(double["loss"], abs=4e-3)
+
+
 def test_two_ranks_of_the_tiered_engine_have_the_bits_of_one(drive: Path, tmp_path: Path) -> None:
     away = ["--params", "nvme", "placement.gradients=nvme", "tiered.overlap=forward"]
     both = ["--nvme", drive, *TINY, "--ram-fraction", "0.5", "model.overrides.resid_pdrop=0.5", "--steps", 3]

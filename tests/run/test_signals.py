@@ -23,9 +23,11 @@ from offload_trainer.cli import main
 from offload_trainer.errors import Stopped, exit_code
 from offload_trainer.ranks import all_gather_json
 from offload_trainer.run import loop
+from offload_trainer.run.checkpoint import TrainState
 from offload_trainer.run.directory import Log
 from offload_trainer.run.signals import StopRequest, stop_at_once, waiting
 from offload_trainer.stdio import lasting_streams, write_now
+from offload_trainer.telemetry.meters import IoCount
 from offload_trainer.telemetry.sinks import Screen
 
 STOPPING = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
@@ -156,6 +158,27 @@ def test_a_stop_converted_to_another_error_is_a_stop(interrupted: Callable[[int]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("package", ["offload_trainer.run", "offload_trainers"])
+def test_a_name_error_is_a_stop_in_a_library_and_a_bug_in_the_package(package: str) -> None:
+    """A NameError after a signal is a stop in a library's code (transformers' `no_init_weights`), and a bug here."""
+    code = compile("try:\n    send(15)\n    before = 1\nfinally:\n    before\n", "<string>", "exec")
+    with pytest.raises(NameError if package == "offload_trainer.run" else Stopped), stop_at_once():
+        exec(code, {"__name__": package, "send": send})
+
+
+@pytest.mark.slow
+def test_an_error_during_cleanup_is_reported() -> None:
+    def tidied_in_vain() -> None:
+        try:
+            send(signal.SIGTERM)
+        finally:
+            raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"), stop_at_once():
+        tidied_in_vain()
+
+
+@pytest.mark.slow
 def test_cleanup_is_not_interrupted() -> None:
     closed = []
 
@@ -273,6 +296,32 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(at: int, mon
     assert state.step == at + 1
     assert saved[-1] == (at + 1, True)
     assert asked.stop == signal.SIGTERM
+
+
+@pytest.mark.parametrize("unknown", [False, True])
+def test_traffic_of_all_ranks_is_summed_and_rows_that_they_share_count_once(
+    unknown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traffic is unknown if one rank cannot measure its own; two ranks that report one row's tokens are one group."""
+    other = (1, None if unknown else 2, 30)
+    monkeypatch.setattr(loop, "all_gather_json", lambda said: [said, other])
+    for world, tokens in ((2, 40), (1, 20)):
+        job: Any = SimpleNamespace(engine=SimpleNamespace(world=world))
+        found = loop._of_all_ranks(job, IoCount(4, 5), tokens=10)
+        assert found == (IoCount(5, None if unknown else 7), tokens)
+
+
+def test_a_checkpoint_on_request_that_cannot_be_made_is_said_and_a_directory_requests_none(tmp_path: Path) -> None:
+    messages: list[str] = []
+    job: Any = SimpleNamespace(train=SimpleNamespace(steps=9), save_every=0, cannot_save="no moments", checkpoints=None)
+    job.say = messages.append
+    state = TrainState(step=3, tokens=0, data_position=0)
+    loop._save_if_due(job, state, stopping=False, wished=True, ended=False)
+    assert messages == ["no checkpoint was made: no moments"]
+    (tmp_path / "save").mkdir()
+    job.telemetry, job.save_request_file = True, tmp_path / "save"
+    job.checkpoints = SimpleNamespace(ended=False)
+    assert loop._agree(job, StopRequest()) == (0, False, False)
 
 
 def test_what_is_left_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

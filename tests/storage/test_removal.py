@@ -274,6 +274,20 @@ def test_an_interrupted_replacement_loses_nothing(name: str, tmp_path: Path, mon
     assert list(final.iterdir()) == [final / "second"]
 
 
+def test_only_leftovers_of_a_killed_prune_are_removed(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    root = tmp_path / "checkpoints"
+    killed = save(tmp_path, 2).rename(root / ".step-00000002.pruned")
+    (killed / "master.safetensors").unlink()
+    (root / ".step-00000007.pruned").mkdir()
+    (root / ".step-00000007.pruned/work").write_text("precious")
+    remove_leftovers(root)
+    assert sorted(path.name for path in root.iterdir()) == [".step-00000007.pruned", "step-00000001"]
+    (root / ".step-00000008.tmp").symlink_to(tmp_path)
+    with pytest.raises(TrainerError, match=r"\.step-00000008\.tmp is in the way of step-00000008 and stays: it is a"):
+        remove_leftovers(root)
+
+
 def test_a_killed_removal_of_a_checkpoint_is_completed(tmp_path: Path) -> None:
     """Its manifest, which lists its files, goes last. A file that a user has added keeps it."""
     save(tmp_path, 1)

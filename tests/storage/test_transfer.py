@@ -21,7 +21,7 @@ from offload_trainer.offloading.pages.manifest import Record, read_record
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.storage import host_memory, transfer
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.tensorfile import PlacedWriter, TensorEntry, file_of
+from offload_trainer.storage.tensorfile import Piece, PlacedWriter, TensorEntry, file_of
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers
 
 
@@ -273,3 +273,12 @@ def test_a_record_that_is_torn_is_the_one_before(tmp_path: Path) -> None:
     path.write_bytes(after[8192:] + after[:8192])  # the slots exchanged
     with pytest.raises(ValueError, match=r"neither of its two slots is whole$"):
         read_record(path, most=5000)
+
+
+def test_unwritten_parts_make_no_file(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="follows byte 8"):
+        file_of([Piece(0, 8, 1), Piece(9, 3, 2)])
+    writer = PlacedWriter(tmp_path / "x", ENTRIES, whole=True)
+    writer.put("a", 0, torch.zeros(5))
+    with pytest.raises(AssertionError, match=r"\d+ of \d+ bytes were written"):
+        writer.close()

@@ -30,7 +30,6 @@ pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 MICRO = 4
 BREADTH = ["tiered.micro_batch_order=breadth_first", ON, "--accumulate", str(MICRO)]
-AWAY = ["--params", "nvme", "model.offload_activations=true", "tiered.weight_buffers=2"]
 
 
 def test_inputs_come_back_in_the_reverse_order(qwen3: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +40,8 @@ def test_inputs_come_back_in_the_reverse_order(qwen3: Path, drive: Path, monkeyp
         return number, number in kept._prefetched
 
     asked = calls_of(monkeypatch.setattr, Activations, "unpack", ask)
-    with engine(qwen3, *BREADTH, *AWAY, drives=[drive]) as ours:
+    words = [*BREADTH, "--params", "nvme", "model.offload_activations=true", "tiered.weight_buffers=2"]
+    with engine(qwen3, *words, drives=[drive]) as ours:
         train(ours, batches(MICRO), accumulate=MICRO)
     assert [one for one in asked if one[0] >= 0] == [(number, True) for number in reversed(range(5 * MICRO))]
 

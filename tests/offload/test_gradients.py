@@ -408,10 +408,9 @@ def test_sums_and_norms_are_those_of_one_rank(
 def test_a_unit_is_ready_once_all_ranks_have_updated_it() -> None:
     """In the next step an error of one rank is raised there by every wait."""
     barrier = threading.Barrier(2, timeout=300)
-    of_first = [Page(0, 0, 8, RAM), Page(0, 8, 8, RAM), Page(2, 0, 8, RAM)]
-    of_second = [Page(0, 16, 8, RAM), Page(1, 0, 8, RAM)]
-    both = (of_first, of_second)
-    ranks = [UpdateProgress(pages, units=range(3), agree=lambda unit: barrier.wait()) for pages in both]
+    of_ranks = [(0, 0), (0, 8), (2, 0)], [(0, 16), (1, 0)]  # unit and start of each page
+    pages = [[Page(unit, start, 8, RAM) for unit, start in of_rank] for of_rank in of_ranks]
+    ranks = [UpdateProgress(own, units=range(3), agree=lambda unit: barrier.wait()) for own in pages]
     first, second = ranks
 
     def on_all(act: Callable[[UpdateProgress], Any]) -> list[Any]:

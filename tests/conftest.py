@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 _NOT_QUICK = ("slow", "ops", "box", "network")  # markers of tests that only --all runs
 _SAMPLED = ("engine", "export", "library", "model", "offload", "optim", "plan", "run")  # directories that train
 # Each case is a mechanism.
-_WHOLE = ("test_pairs.py", "test_schedules.py", "test_weight_fetches.py", "test_speculative_update.py")
+_WHOLE = ("test_pairs.py", "test_schedules.py", "test_rank_bytes.py", "test_speculative_update.py")
 _ALL_SLOW = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow", re.MULTILINE)
 
 

@@ -1,6 +1,4 @@
-"""Tests of stock DeepSpeed in cases that it gets silently wrong: rounded initial masters, weights without a gradient,
-steps whose micro-batches count different numbers of targets, and the lock of a killed build.
-"""
+"""Tests of stock DeepSpeed in cases that it gets silently wrong, of its bytes, and of a killed build's lock."""
 
 import subprocess
 from pathlib import Path
@@ -83,11 +81,7 @@ ZERO = {  # keyed by ZeRO stage and placement
 @pytest.mark.ops
 @pytest.mark.parametrize(("zero", "ranks"), [("1 gpu", 2), ("2", 4), ("3", 2)])
 def test_the_mean_is_over_all_targets_that_all_ranks_count(zero: str, ranks: int, tmp_path: Path) -> None:
-    """Losses, norms and masters match transformers alone, though one rank counts nine times as many targets as the
-    other.
-
-    The bytes of a step's collectives match the plan.
-    """
+    """One rank counts nine times as many targets as the other. The bytes of a step's collectives match the plan."""
     model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
     steps = 3
     data = masked(batches(steps * ACCUMULATE * ranks))
@@ -105,10 +99,7 @@ def test_the_mean_is_over_all_targets_that_all_ranks_count(zero: str, ranks: int
 @pytest.mark.ops
 @pytest.mark.parametrize("checkpointing", ["off", "on"])
 def test_what_zero_3_gathers_is_what_the_plan_says(checkpointing: str, tmp_path: Path) -> None:
-    """The last blocks of a forward stay until their backward; all other matrices are gathered again.
-
-    In bf16 the steps follow the plain engine, which has all rows.
-    """
+    """The last blocks of a forward stay until their backward. The steps follow the plain engine, which has all rows."""
     wide = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 768, "num_key_value_heads": 4}
     model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False, head_dim=96, **wide))
     words = [*ZERO["3"], "--dtype", "bf16", "--lr", "1e-3", f"model.activation_checkpointing={checkpointing}"]
@@ -123,9 +114,6 @@ def test_what_zero_3_gathers_is_what_the_plan_says(checkpointing: str, tmp_path:
     assert found.bytes == pytest.approx(told, rel=exact), found.calls
     shape = resolve_model(ModelSection(name=str(tmp_path / "model")), seed=0).shape
     assert told < 0.95 * ACCUMULATE * 3 * shape.parameters  # 2 bytes each, of which the other rank sends half
-
-
-# -- the lock of a killed build ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
-"""Tests of grouped heads on GPUs whose fast kernels lack them: keys are repeated only there, with the same results."""
+"""Tests of attention: documents of packed rows stay apart, and keys are repeated only where a GPU needs it."""
 
+import copy
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,13 +10,21 @@ import pytest
 import torch
 from engine_bench import model_directory
 from seen_calls import calls_of
+from small_architectures import ARCHITECTURES, reference
 from torch.nn import functional
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama import modeling_llama
 
 from offload_trainer.config import ModelSection
-from offload_trainer.model import attention
+from offload_trainer.data.rows import IGNORED, RowReader
+from offload_trainer.data.tokenfile import TokenFile, write_tokens
+from offload_trainer.errors import UserError
+from offload_trainer.model import attention, tiny_model
 from offload_trainer.model.loader import resolve_model
+from offload_trainer.model.loss import CausalLoss
+from offload_trainer.model.tiny_model import refuse_crossing
+from offload_trainer.settings import load_config
 
 
 @pytest.fixture(autouse=True)
@@ -52,12 +62,8 @@ def test_repeated_heads_give_the_same_losses_and_gradients(tmp_path: Any, monkey
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("flash", "cudnn", "needs"), [(True, False, False), (False, True, False), (False, False, True)]
-)
-def test_torch_decides_which_heads_the_card_supports(
-    flash: bool, cudnn: bool, needs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("flash", "cudnn"), [(True, False), (False, True), (False, False)])
+def test_torch_decides_which_heads_the_card_supports(flash: bool, cudnn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch refuses both kernels below sm_80, in fp32, and for heads too large for some cards."""
     asked: list[Any] = []
     monkeypatch.setattr(attention.cuda, "SDPAParams", lambda *given: asked.append(given))
@@ -67,7 +73,8 @@ def test_torch_decides_which_heads_the_card_supports(
     about = {"is_cuda": True, "stride": lambda: (512, 128, 16, 1), "dtype": torch.bfloat16, "requires_grad": True}
     query, key, wider = (SimpleNamespace(shape=(1, heads, 8, 16), **about) for heads in (4, 4, 2))
     for _ in range(2):  # torch is asked once
-        assert attention.needs_whole_heads(query, key, key, dropout=0.1) == needs  # type: ignore[arg-type]
+        needs = attention.needs_whole_heads(query, key, key, dropout=0.1)  # type: ignore[arg-type]
+        assert needs == (not flash and not cudnn)
     assert asked == [(query, key, key, None, 0.1, True, True)]
     attention.needs_whole_heads(query, wider, key, dropout=0.1)  # type: ignore[arg-type]
     assert len(asked) == 2
@@ -90,3 +97,127 @@ def test_key_heads_are_repeated_only_for_a_gpu(gpu: bool, tmp_path: Any, monkeyp
     source.build(dtype=torch.float32)
     chosen = AttentionInterface._global_mapping["sdpa"]
     assert (chosen is attention._attention) == gpu
+
+
+REFUSED = ("opt, whose head calls a part of the body", "falcon-h1, whose head reads a scale of the body")
+LENGTHS, END = (7, 11, 6, 16, 8), 7  # tokens of documents that fill two rows, and the separator
+
+
+def model_of(name: str) -> PreTrainedModel:
+    """Return a model with large weights, so that any leak shows, and with windows shorter than the documents."""
+    config = copy.deepcopy(ARCHITECTURES[name])
+    if getattr(config, "sliding_window", None):
+        config.sliding_window = 5
+    model = reference(config).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2, generator=generator)
+    return model
+
+
+def documents() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the inputs and targets of documents, of whose targets about half are learned."""
+    random, made = torch.Generator().manual_seed(4), []
+    for length in LENGTHS:
+        ids = torch.randint(9, 99, (length,), generator=random)
+        targets = ids.roll(-1).where(torch.rand(length, generator=random) < 0.5, IGNORED)
+        targets[0], targets[-1] = ids[1], IGNORED
+        made.append((ids, targets))
+    return made
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in REFUSED])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_packed_documents_have_the_loss_and_gradients_of_each_by_itself(name: str, attention: str) -> None:
+    model, state = model_of(name), torch.get_rng_state()
+    refuse_crossing(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    if attention == "sdpa" and not model._supports_sdpa:
+        pytest.skip("eager only")
+    each = [
+        functional.cross_entropy(model(ids[None]).logits[0].float(), targets, reduction="sum", ignore_index=IGNORED)
+        for ids, targets in documents()
+    ]
+    inputs, targets = (torch.cat(tensors).view(2, -1) for tensors in zip(*documents(), strict=True))
+    expected = sum(each) / (targets != IGNORED).sum()
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    model.set_attn_implementation(attention)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS]).view(2, -1)
+    loss = CausalLoss(model, chunk=8)(inputs, targets, None, None, positions)
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+    loss.backward()
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(model.get_parameter(key).grad, gradient, rtol=1e-3, atol=1e-5, msg=key)
+    assert abs(CausalLoss(model, chunk=8)(inputs, targets).item() - expected.item()) > 1e-3
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_in_which_documents_would_cross_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match=r"data\.packing=on: .*Leave data.packing out"):
+        refuse_crossing(reference(ARCHITECTURES[name]))
+
+
+def test_the_probe_finds_documents_that_transformers_mixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions restart without a mask, as in an architecture that does not pass them on."""
+    model = reference(ARCHITECTURES["llama, untied"])
+    made = modeling_llama.create_causal_mask
+    without = lambda **given: made(**given | {"position_ids": None})  # noqa: E731
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", without)
+    with pytest.raises(UserError, match=r"LlamaForCausalLM computes something else .* of the largest apart"):
+        refuse_crossing(model)
+
+
+def test_a_probe_that_lacks_a_part_of_the_model_is_inconclusive(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = reference(ARCHITECTURES["llama, untied"])
+    model.extra = torch.nn.GRU(2, 2)
+    with pytest.raises(UserError, match=r"does not run \(it has no GRU\), so whether documents .* is not known"):
+        refuse_crossing(model)
+    del model.extra
+    for found in ((float("nan"), 1.0), (0.0, 0.0)):  # the second could not fail, as it did not exercise attention
+        monkeypatch.setattr(tiny_model, "_compare_documents", lambda tiny, found=found: found)
+        with pytest.raises(UserError, match="computes something else"):
+            refuse_crossing(model)
+
+
+def test_documents_of_text_begin_after_the_separator(tmp_path: Path) -> None:
+    ids = [3, 4, END, 5, 6, 8, 9, END, END, 3, 4, 5, 6]
+    write_tokens(tmp_path / "t.bin", [ids], vocabulary=99)
+    tokens = TokenFile.open(tmp_path / "t.bin")
+    reader = RowReader(tokens, seq_len=6, rows=range(2), vocabulary=99, apart=END)
+    first = next(reader.validation_batches(micro_batch=2, limit=2))
+    assert first.inputs.tolist() == [ids[:6], ids[6:12]]
+    assert first.targets.tolist() == [ids[1:7], ids[7:13]]
+    assert first.positions.tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 0, 0, 1, 2]]
+    assert next(reader.train_batches(0, micro_batch=2)).positions is not None
+    plain = RowReader(tokens, seq_len=6, rows=range(2), vocabulary=99).rows_at([0])
+    assert plain.positions is None
+
+
+def test_masks_are_in_the_plan(tmp_path: Path) -> None:
+    """A block keeps as many mask bytes on a CPU as autograd saves in a real forward."""
+    length, rows = 48, 2
+    words = "--model gpt2-mini --dtype fp32 model.activation_checkpointing=off model.overrides.n_layer=2"
+    section = load_config(words.split()).model
+    apart, crossed = (resolve_model(section, seed=0, packed=on) for on in (True, False))
+    module = apart.build(dtype=torch.float32)
+    ids = torch.randint(5, 99, (rows, length))
+    positions = torch.arange(length).remainder(length // 2).expand(rows, -1)
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[-2:] == (length, length):
+            saved.append(tensor)
+        return tensor
+
+    module.eval()  # dropout would disable fused attention on a CPU
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        module(ids, ids, None, None, positions)
+    masks = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
+    counted, without = apart.shape.on_gpu, crossed.shape.on_gpu
+    kept = counted.kinds[0].kept.at(rows, length) - without.kinds[0].kept.at(rows, length)
+    assert 2 * kept == sum(masks.values())
+    assert counted.before.pair == 1  # one byte for each pair of a row's tokens

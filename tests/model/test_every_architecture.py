@@ -1,8 +1,8 @@
-"""Tests of selected architectures against transformers and plain torch; scripts/every_architecture.py tests all of
-them.
-"""
+"""Tests of selected architectures against transformers, torch and the plan; scripts/every_architecture.py has all."""
 
+from collections import Counter
 from collections.abc import Collection
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from engine_bench import assert_same, batches, engine, masters, model_directory, plain, train
 from placements import ALL_ON_DRIVES
 from sample_plans import machine, wish
+from seen_calls import run_before
 from transformers import Trainer
 
 from offload_trainer.config import ModelSection
@@ -21,7 +22,12 @@ from offload_trainer.model import activations
 from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.model.shape import no_weight_decay_names
+from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.plan.planner import checkpointed_blocks, make_plan
+from offload_trainer.plan.shape import ModelShape, Order, Weight
+from offload_trainer.plan.tiered import footprint, layout
+from offload_trainer.plan.tiered.layout import units_of
+from offload_trainer.plan.tiered.weight_streaming import as_gradients_come, orders, with_order
 
 pytestmark = pytest.mark.usefixtures("counted_once")
 
@@ -41,8 +47,10 @@ SELECTED = {
 }
 
 
-def examine(name: str, folder: Path) -> every_architecture.Result:
-    return every_architecture.examine(name, folder, every_architecture.check_training)[0]
+def examine(
+    name: str, folder: Path, check: every_architecture.Check = every_architecture.check_training
+) -> every_architecture.Result:
+    return every_architecture.examine(name, folder, check)[0]
 
 
 @pytest.mark.parametrize("name", SELECTED)
@@ -93,6 +101,10 @@ def test_the_plan_names_what_a_model_lacks_unless_it_is_asked_for(tmp_path: Path
     assert (asked.notes, asked.on_gpu) == ((), shape.on_gpu)
     whole = "loss: with the logits of all tokens at once, since ProphetNet"
     assert any(note.startswith(whole) for note in source_of("ProphetNet", tmp_path / "b").shape.notes)
+    large = source_of("JetMoe", tmp_path / "c", vocab_size=4_000_000, tie_word_embeddings=True).shape
+    assert large.parameters > 100_000_000  # from which `auto` checkpoints blocks, if transformers supports it
+    assert not checkpointed_blocks(ModelSection(), large)
+    assert any(note.startswith("gradient checkpointing: off whatever its size") for note in large.notes)
 
 
 def test_unsupported_models_are_refused_by_name(tmp_path: Path) -> None:
@@ -109,14 +121,6 @@ def test_unsupported_models_are_refused_by_name(tmp_path: Path) -> None:
         source.build(dtype=torch.float32, reentrant=True)
 
 
-def test_large_models_without_checkpointing_train_without(tmp_path: Path) -> None:
-    """`auto` enables checkpointing from 100 M parameters, if transformers supports it."""
-    shape = source_of("JetMoe", tmp_path, vocab_size=4_000_000, tie_word_embeddings=True).shape
-    assert shape.parameters > 100_000_000
-    assert not checkpointed_blocks(ModelSection(), shape)
-    assert any(note.startswith("gradient checkpointing: off whatever its size") for note in shape.notes)
-
-
 def test_weights_that_are_read_without_a_module_call_are_new_in_a_forward_that_an_update_overlaps(
     tmp_path: Path,
 ) -> None:
@@ -127,9 +131,6 @@ def test_weights_that_are_read_without_a_module_call_are_new_in_a_forward_that_a
         for words in ([*every_architecture.DRIVE, f"tiered.overlap={overlap}"] for overlap in ("off", "forward"))
     ]
     assert every_architecture.same_bits(*found)
-
-
-# -- weight decay -----------------------------------------------------------------------------------------------------
 
 
 DECAYS: dict[str, dict[str, Any]] = {"GptOss": {}, "Cohere": {"use_qk_norm": True}, "Mamba": {}, "GPT2": {}}
@@ -154,9 +155,6 @@ def test_what_transformers_decays_decays(names: Collection[str]) -> None:
     assert not differences
 
 
-# -- dropout and router noise --------------------------------------------------------------------------------------
-
-
 NOISY = {
     "llama": {"attention_dropout": 0.2},
     "phimoe": {"router_jitter_noise": 0.3, "input_jitter_noise": 0.3},
@@ -166,9 +164,7 @@ NOISY = {
 @pytest.mark.usefixtures("nothing_is_small")
 @pytest.mark.parametrize("architecture", NOISY)
 def test_dropout_is_the_same_in_every_placement(architecture: str, folder: Path, drive: Path) -> None:
-    """bf16 with two micro-batches gives the same bits on the drive with recomputed blocks, whatever else draws random
-    numbers in between. GPT-2's placements are in test_pairs.py.
-    """
+    """Whatever else draws random numbers in between. GPT-2's placements are in test_pairs.py."""
     model = model_directory(folder / f"noisy-{architecture}", architecture, **NOISY[architecture])
     expected, weights = plain(model, 3, "--accumulate", "2", "model.activation_checkpointing=off", accumulate=2)
     words = ["--accumulate", "2", *ALL_ON_DRIVES, "model.activation_checkpointing=on"]
@@ -180,3 +176,117 @@ def test_dropout_is_the_same_in_every_placement(architecture: str, folder: Path,
 
         assert train(ours, batches(6), accumulate=2, before=between) == expected
         assert_same(masters(ours), weights)
+
+
+FETCHED = {
+    "Bart": "a decoder, whose embeddings have a norm",
+    "Fuyu": "a module for pictures, larger than all else",
+    "Gemma3nText": "an embedding that is made behind the blocks",
+    "GPT2": "positions, and a head that is tied",
+    "MossTranscribeDiarize": "a tower with blocks of its own",
+    "Roberta": "embeddings in a block",
+}
+OTHERWISE = {
+    "runs that cannot be counted, of towers or not as they are registered": {"Bert", "Blt"},
+    "runs that cannot be counted, of blocks that run several times": {"HrmText"},
+    "blocks are not known": {"OpenAIGPT", "XLM", "XLNet"},
+}
+
+
+def fetched(
+    subject: every_architecture.Subject, *words: str
+) -> tuple[every_architecture.Trained, list[tuple[str, int, int]]]:
+    """Train the subject with its weights in RAM; return also offloaded units' fetches in a step, and the plan's."""
+    counts: list[Counter[int]] = [Counter(), Counter()]  # before the first step; also of a model that streams nothing
+
+    def look(made: Any) -> None:
+        candidate, planned = made.candidate, Counter[int]()
+        for (unit, _), times in footprint.fetched(candidate.work, candidate._laid_out, candidate.sizes).items():
+            planned[unit] += times
+        away = [unit for unit in candidate.units if made.offloaded.weights.resident(unit.index) is None]
+        found.extend((unit.name, counts[-2][unit.index], planned[unit.index]) for unit in away)
+
+    found: list[tuple[str, int, int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        run_before(patch.setattr, WeightPrefetcher, "_start", lambda _, unit, number: counts[-1].update([unit]))
+        run_before(patch.setattr, WeightPrefetcher, "begin", lambda _: counts.append(Counter()))
+        patch.setattr(layout, "SMALL", 4096)  # elements of an aligned unit of vectors
+        trained, _ = every_architecture.ours(
+            subject.folder, [*every_architecture.RAM, subject.checkpointing, *words], subject.data, look=look
+        )
+    return trained, found
+
+
+def check(subject: every_architecture.Subject) -> every_architecture.Result:
+    """Compare fetches with the plan, in one buffer and in two where so few suffice."""
+    wrong = list[str]()
+    for buffers in (1, 2):
+        try:
+            found, units = fetched(subject, f"tiered.weight_buffers={buffers}")
+        except UserError as error:
+            if "weight_buffers must be" not in str(error):
+                raise
+            continue
+        told = [f"{unit} {actual} times for {planned}" for unit, actual, planned in units if actual != planned]
+        told += ["a loss is NaN"] if any(map(isnan, found.losses)) else []
+        wrong += [f"{buffers} buffers: {text}" for text in told]
+    return every_architecture.Result("wrong" if wrong else "right", "; ".join(wrong))
+
+
+@pytest.mark.parametrize("name", FETCHED)
+def test_units_are_fetched_as_often_as_planned(name: str, tmp_path: Path) -> None:
+    result = examine(name, tmp_path, check)
+    assert (result.outcome, result.why) == ("right", "")
+
+
+@pytest.mark.slow
+def test_units_of_every_architecture_are_fetched_as_often_as_planned(request: pytest.FixtureRequest) -> None:
+    """Without --exhaustive, only the known exceptions are tested."""
+    known = {name for names in OTHERWISE.values() for name in names}
+    names = tiny_models.kinds() if request.config.getoption("--exhaustive") else known
+    found = {name: every_architecture.in_a_child(name, check)[0].outcome for name in names}
+    assert {name for name, outcome in found.items() if outcome == "wrong"} == known
+    assert set(found.values()) <= {"right", "wrong", "transformers"}
+
+
+def test_registered_order_where_a_tower_is_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload_trainer.model.shape.with_order", lambda shape, _: shape)
+    result = examine("MossTranscribeDiarize", tmp_path, check)
+    assert result.outcome == "wrong"
+    assert "model.audio_tower.layers.0 0 times for 2" in result.why
+
+
+def shape_of() -> ModelShape:
+    weights = [
+        Weight("embed.weight", (999, 64), unit="embed", uses=2),
+        *(Weight(f"h.{n}.{w}", (64, 64), unit=f"h.{n}", block=True) for n in (0, 1) for w in "ab"),
+        Weight("late.weight", (64, 64), unit="late"),
+    ]
+    return ModelShape(tuple(weights), layers=2, hidden=64, vocabulary=999, context=64)
+
+
+def named(shape: ModelShape, *, checkpointing: bool) -> tuple[list[str], list[str]]:
+    units = units_of(shape)
+    forward, backward = orders(units, shape, checkpointing=checkpointing)
+    return [units[unit].name for unit in forward], [units[unit].name for unit in backward]
+
+
+def test_without_a_trace_the_order_is_that_of_registration() -> None:
+    forward, backward = named(shape_of(), checkpointing=False)
+    assert forward == ["embed", "h.0", "h.1", "late", "embed"]
+    assert backward == ["embed", "late", "h.1", "h.0"]
+    assert with_order(shape_of(), Order(tuple(forward), tuple(backward))) == shape_of()
+
+
+def test_blocks_are_fetched_in_the_recorded_order_at_each_run() -> None:
+    """h.0 runs twice; h.1 is frozen, and has a backward only with checkpointing."""
+    order = Order(("late", "embed", "h.1", "h.0", "h.1", "h.0", "embed"), ("embed", "h.0", "late", "h.0"))
+    shape = with_order(shape_of(), order)
+    assert shape.order == order
+    assert named(shape, checkpointing=False) == (list(order.forward), list(order.backward))
+    forward, backward = named(shape, checkpointing=True)
+    assert forward == list(order.forward)
+    assert backward == [*order.backward, "h.1", "h.1"]
+    units = units_of(shape)
+    gradients = [units[unit].name for unit in as_gradients_come(units, shape)]
+    assert gradients == ["h.0", "h.1", "embed", "late"]

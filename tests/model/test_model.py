@@ -1,4 +1,4 @@
-"""Tests of model loading and loss: transformers' weights block by block, and its loss without whole logits."""
+"""Tests of loading and loss: transformers' weights block by block, and its loss, a few rows of logits at a time."""
 
 import json
 import os
@@ -11,12 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_architectures import ARCHITECTURES, reference
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GPT2PreTrainedModel, PreTrainedModel
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.model.init_weights import initial_weights
 from offload_trainer.model.loader import resolve_model
+from offload_trainer.optim.cross_entropy import cross_entropy
+from offload_trainer.plan.shape import loss_pieces
 
 pytestmark = pytest.mark.usefixtures("counted_once")
 
@@ -42,7 +46,6 @@ def test_norms_initialised_by_constructors_are_those_of_transformers(monkeypatch
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("chunk", [7, 1000])
 def test_loss_gradients_and_buffers_are_those_of_transformers(name: str, chunk: int, tmp_path: Path) -> None:
-    """The loss and every gradient of pretrained weights match whole logits."""
     model = reference(ARCHITECTURES[name])
     model.save_pretrained(tmp_path)
     section = ModelSection(name=str(tmp_path), loss_chunk=chunk, attention="eager", activation_checkpointing="off")
@@ -56,7 +59,7 @@ def test_loss_gradients_and_buffers_are_those_of_transformers(name: str, chunk: 
     assert not weights
     ids = torch.randint(0, 99, (2, 21))
     inputs, targets = ids[:, :-1], ids[:, 1:]
-    expected = torch.nn.functional.cross_entropy(model(inputs).logits.float().flatten(0, 1), targets.flatten())
+    expected = functional.cross_entropy(model(inputs).logits.float().flatten(0, 1), targets.flatten())
     expected.backward()
     loss = ours(inputs, targets)
     loss.backward()
@@ -68,6 +71,58 @@ def test_loss_gradients_and_buffers_are_those_of_transformers(name: str, chunk: 
     assert source.buffers().keys() == plain_buffers.keys()
     for key, value in source.buffers().items():
         assert torch.equal(value, plain_buffers[key]), key
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 31, 100])
+@pytest.mark.parametrize("vocabulary", [2, 5003])
+@pytest.mark.parametrize("pieces", [32, 2, 1])
+def test_loss_and_gradient_have_torchs_bits(pieces: int, rows: int, vocabulary: int, dtype: torch.dtype) -> None:
+    """Whatever the number of pieces, which is another on a GPU."""
+    torch.manual_seed(rows)
+    logits = (3 * torch.randn(rows, vocabulary)).to(dtype)
+    targets = torch.randint(0, vocabulary, (rows,))
+    targets[1::7] = -100
+    theirs, ours = (logits.clone().requires_grad_() for _ in range(2))
+
+    expected = functional.cross_entropy(theirs.float(), targets, reduction="sum")
+    loss = cross_entropy(ours, targets, pieces=pieces)
+    (expected / 7).backward()
+    (loss / 7).backward()
+
+    assert loss.dtype is torch.float32
+    assert torch.equal(loss, expected)
+    assert ours.grad is not None
+    assert torch.equal(ours.grad, theirs.grad)
+
+
+class _Sizes(TorchDispatchMode):
+    """Notes the bytes of fp32 tensors that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fp32: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's signature
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.dtype is torch.float32:
+            self.fp32.append(found.nbytes)
+        return found
+
+
+@pytest.mark.parametrize("pieces", [32, 4])
+def test_fp32_tensors_have_the_rows_of_a_piece(pieces: int) -> None:
+    logits = torch.randn(64, 1000).bfloat16().requires_grad_()
+    with _Sizes() as sizes:
+        cross_entropy(logits, torch.arange(64), pieces=pieces).backward()
+    assert max(sizes.fp32) == 4 * 1000 * 64 // pieces
+
+
+def test_a_gpu_has_few_pieces_of_bounded_size() -> None:
+    found = {words: loss_pieces(words, chunk=1024, gpu=True) for words in (2, 32_000, 50_257, 128_256, 262_144)}
+    assert list(found.values()) == [1, 2, 4, 8, 16]
+    assert all(4 * words * 1024 / pieces <= 64 * 2**20 for words, pieces in found.items())
+    assert loss_pieces(50_257, chunk=1024, gpu=False) == loss_pieces(50_257, chunk=10**6, gpu=True) == 32
 
 
 @pytest.mark.parametrize(
@@ -87,16 +142,14 @@ def test_refused_models(section: ModelSection, expected: str) -> None:
         resolve_model(section, seed=0)
 
 
-UNUSABLE: dict[str, str] = {  # what a config.json holds, and the message
-    json.dumps({"model_type": "gpt2", "n_layer": 10**9, "n_embd": 64, "n_head": 2}): "n_layer is 1000000000",
-    json.dumps({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}}): "layers is 1000000000",
-    **dict.fromkeys(("", "[" * 100_000, "pipe"), r"config\.json cannot be read: .*It is no model's configuration"),
-}
-
-
 def test_configurations_that_cannot_be_used(tmp_path: Path) -> None:
     """The refusal is immediate: transformers would build modules of all the layers, or wait for a pipe."""
-    for number, (content, told) in enumerate(UNUSABLE.items()):
+    unusable = {  # what a config.json holds, and the message
+        json.dumps({"model_type": "gpt2", "n_layer": 10**9, "n_embd": 64, "n_head": 2}): "n_layer is 1000000000",
+        json.dumps({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}}): "layers is 1000000000",
+        **dict.fromkeys(("", "[" * 100_000, "pipe"), r"config\.json cannot be read: .*It is no model's configuration"),
+    }
+    for number, (content, told) in enumerate(unusable.items()):
         file = tmp_path / str(number) / "config.json"
         file.parent.mkdir()
         if content == "pipe":

@@ -10,10 +10,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from uneven_targets import DECAY, EPS, LR, masked, random_weights, transformers_alone
 
-from offload_trainer.config import ModelSection
 from offload_trainer.data.rows import weights_in_step
 from offload_trainer.errors import TrainerError
-from offload_trainer.model.loader import resolve_model
 
 
 @pytest.fixture(scope="module")
@@ -87,13 +85,3 @@ def test_equal_counts_have_weights_of_exactly_one_and_a_step_that_counts_nothing
     assert weights_in_step([3, 0, 9]) == [0.75, 0.0, 2.25]
     with pytest.raises(TrainerError, match="a step of 2 micro-batches has no target in the loss: all are -100"):
         weights_in_step([0, 0])
-
-
-def test_targets_are_counted_where_the_caller_does_not(pretrained: Path) -> None:
-    source = resolve_model(ModelSection(name=str(pretrained), dtype="fp32"), seed=0)
-    ours = source.build(dtype=torch.float32)
-    batch = masked(batches(1))[0]
-    with torch.no_grad():
-        for name, value in source.weights():
-            ours.model.get_parameter(name).copy_(value)
-        assert torch.equal(ours(batch.inputs, batch.targets), ours(batch.inputs, batch.targets, None, batch.counted))

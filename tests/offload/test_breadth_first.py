@@ -10,6 +10,7 @@ import pytest
 import torch
 from emulated_gpu import emulated_gpu, queued
 from engine_bench import DROPOUT, batches, engine, model_directory, moved_in_step, train
+from placements import ON
 from sample_plans import GB, SHAPES, machine, shape_of, wish
 from seen_calls import calls_of, run_before
 from transformers import AutoConfig
@@ -18,7 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.breadth_first import why_no_chain
 from offload_trainer.model.init_weights import meta_model
-from offload_trainer.offloading.device import Copies, CpuDevice, CudaDevice
+from offload_trainer.offloading.device import CpuDevice, CudaDevice
 from offload_trainer.offloading.model import Activations
 from offload_trainer.plan.memory import INPUTS_UNDER_WAY, BlockInputs
 from offload_trainer.plan.planner import make_plan
@@ -28,8 +29,7 @@ from offload_trainer.run.planning import model_of
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 MICRO = 4
-BREADTH = ["tiered.micro_batch_order=breadth_first", "model.activation_checkpointing=on", "--accumulate", str(MICRO)]
-AWAY = ["--params", "nvme", "model.offload_activations=true", "tiered.weight_buffers=2"]
+BREADTH = ["tiered.micro_batch_order=breadth_first", ON, "--accumulate", str(MICRO)]
 
 
 def test_inputs_come_back_in_the_reverse_order(qwen3: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +40,8 @@ def test_inputs_come_back_in_the_reverse_order(qwen3: Path, drive: Path, monkeyp
         return number, number in kept._prefetched
 
     asked = calls_of(monkeypatch.setattr, Activations, "unpack", ask)
-    with engine(qwen3, *BREADTH, *AWAY, drives=[drive]) as ours:
+    words = [*BREADTH, "--params", "nvme", "model.offload_activations=true", "tiered.weight_buffers=2"]
+    with engine(qwen3, *words, drives=[drive]) as ours:
         train(ours, batches(MICRO), accumulate=MICRO)
     assert [one for one in asked if one[0] >= 0] == [(number, True) for number in reversed(range(5 * MICRO))]
 
@@ -60,15 +61,13 @@ def test_an_error_ends_all_threads(qwen3: Path, drive: Path) -> None:
         hook.remove()
 
 
-ROUTERS = "the loss of MixtralForCausalLM has a part of the routers of all blocks (output_router_logits)"
-
-
 def test_a_probe_finds_chains_of_blocks(folder: Path) -> None:
+    routers = "the loss of MixtralForCausalLM has a part of the routers of all blocks (output_router_logits)"
     cases: list[tuple[str, dict[str, Any], bool, str]] = [
         ("gpt2", {}, False, ""),
         ("llama", {}, True, ""),
         ("mixtral", {"output_router_logits": True}, False, ""),
-        ("mixtral", {"output_router_logits": True}, True, ROUTERS),
+        ("mixtral", {"output_router_logits": True}, True, routers),
         ("opt", {}, False, "OPTForCausalLM skips blocks at random (layerdrop)"),
         ("opt", {"layerdrop": 0.0}, False, ""),
     ]
@@ -152,7 +151,8 @@ def test_gradients_leave_the_gpu_once_as_planned(
     words = [*BREADTH, f"tiered.micro_batch_order={order}", f"placement.gradients={home}", "--params", "cpu"]
     words += ["--micro-batch", "2", "--seq-len", "24", "tiered.overlap=off"]
     with emulated_gpu(monkeypatch, haste=0.2) as gpu:
-        sizes = calls_of(monkeypatch.setattr, CudaDevice, "download", lambda _, copies, **__: nbytes(copies))
+        size = lambda _, copies, **__: sum(values.nbytes for values, _ in copies)  # noqa: E731
+        sizes = calls_of(monkeypatch.setattr, CudaDevice, "download", size)
         with engine(qwen3, *words, drives=[drive], device=gpu.device(staging_bytes=1 << 20, stagings=2)) as ours:
             train(ours, batches(MICRO), accumulate=MICRO)
             sizes.clear()
@@ -160,10 +160,6 @@ def test_gradients_leave_the_gpu_once_as_planned(
             (given,) = (one.written for one in ours.plan.traffic if (one.place, one.phase) == ("device", "backward"))
     trained = sum(weight.numel for weight in ours.plan.work.shape.weights)
     assert sum(sizes) == given == trained * (4 if order == "breadth_first" else 2 * MICRO)
-
-
-def nbytes(copies: Copies) -> int:
-    return sum(values.nbytes for values, _ in copies)
 
 
 @pytest.mark.slow
@@ -181,25 +177,21 @@ def test_weights_move_once_a_pass_as_planned(qwen3: Path, drive: Path) -> None:
     assert read[MICRO] == read[1]
 
 
-# -- inputs of checkpointed blocks in RAM ------------------------------------------------------------------------------
-
-NINE = ["model.activation_checkpointing=on", "model.overrides.n_layer=9"]
+INPUT = 8192  # bytes: 2 rows of 24 tokens, 72 wide, in bf16, rounded up to a multiple of 4096
 
 
+@pytest.fixture
 def nine_blocks(folder: Path) -> Path:
     return model_directory(folder / "gpt2", "gpt2", n_layer=9, **DROPOUT)
 
 
-INPUT = 8192  # bytes: 2 rows of 24 tokens, 72 wide, in bf16, rounded up to a multiple of 4096
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("away", ["false", "true"])
-def test_inputs_are_copied_and_the_plan_counts_the_copies(away: str, folder: Path) -> None:
+def test_inputs_are_copied_and_the_plan_counts_the_copies(away: str, nine_blocks: Path) -> None:
     """On the CPU too, at most two of nine inputs stay in memory as they are."""
-    words = (*NINE, f"model.offload_activations={away}", "--seq-len", "24", "--micro-batch", "2")
+    words = (ON, f"model.offload_activations={away}", "--seq-len", "24", "--micro-batch", "2")
     inputs, held = list[weakref.ref[Any]](), list[int]()
-    with engine(nine_blocks(folder), *words) as ours:
+    with engine(nine_blocks, *words) as ours:
         body = ours._module.model.transformer
         for block in body.h:
             block.register_forward_pre_hook(lambda _, given: inputs.append(weakref.ref(given[0].untyped_storage())))
@@ -214,12 +206,14 @@ def test_inputs_are_copied_and_the_plan_counts_the_copies(away: str, folder: Pat
     assert [item.bytes for item in ours.plan.items if item.name == "block inputs"] == [2 * INPUT, 9 * INPUT]
 
 
-def test_an_input_is_prefetched_while_the_previous_one_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_input_is_prefetched_while_the_previous_one_is_used(
+    nine_blocks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The end of the forward starts the backward's first copy; each later copy starts one block ahead of its use."""
     events: list[str] = []
     run_before(monkeypatch.setattr, CpuDevice, "keep", lambda *_: events.append("out"))
     run_before(monkeypatch.setattr, CpuDevice, "copy_back", lambda *_, **__: events.append("back"))
-    with engine(nine_blocks(folder), *NINE, "model.offload_activations=true", device=CpuDevice()) as ours:
+    with engine(nine_blocks, ON, "model.offload_activations=true", device=CpuDevice()) as ours:
         for number, told in ((0, "first block"), (8, "last block")):
             block = ours._module.model.transformer.h[number].attn
             block.register_forward_pre_hook(lambda *_, told=told: events.append(told))

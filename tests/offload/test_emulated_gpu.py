@@ -48,8 +48,7 @@ LONGER: dict[str, tuple[list[str], int]] = {
     "fp16, block by block": ([*RAM, CHECKPOINTED, BREADTH, "placement.gradients=cpu", "--dtype", "fp16"], 2),
     "loss in chunks": ([*RAM, "model.loss_chunk=10"], 2),
 }
-# Keys that plain torch needs as well
-OF_RESULTS = ("model.freeze", "model.loss_chunk")
+FETCH = CudaDevice.fetch
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 
@@ -75,7 +74,7 @@ def test_it_trains_as_plain_torch(case: str, drive: Path, tmp_path: Path, monkey
     (words, accumulate), model = (CASES | LONGER)[case], model_directory(tmp_path / "gpt2", "gpt2")
     dtype = words[words.index("--dtype") :][:2] if "--dtype" in words else []
     given = ["--accumulate", str(accumulate), "optim.max_grad_norm=0", *dtype]
-    given += [word for word in words if word.startswith(OF_RESULTS)]
+    given += [word for word in words if word.startswith(("model.freeze", "model.loss_chunk"))]
     if "skipped" in case:
         monkeypatch.setattr(state_files, "INITIAL_SCALE", 2.0**22)
     with engine(model, "--engine", "plain", *given) as reference:
@@ -148,7 +147,6 @@ def test_a_further_micro_batch_waits_at_most_once(tmp_path: Path, monkeypatch: p
 
 
 def test_planted_faults_are_caught(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither rows that stay on the host nor memory that is freed too early goes unnoticed."""
     model = model_directory(tmp_path / "gpt2", "gpt2")
     mixed = pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cpu")
     for owner, name, fault, error in (
@@ -159,12 +157,6 @@ def test_planted_faults_are_caught(drive: Path, tmp_path: Path, monkeypatch: pyt
             patch.setattr(owner, name, fault)
             trained(gpu, model, drive, RAM)
         assert bool(gpu.freed) == (owner is EmulatedGpu)
-
-
-# -- streams that run late ---------------------------------------------------------------------------------------------
-
-
-FETCH = CudaDevice.fetch
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,6 @@ for (one, model), (other, place) in product(enumerate(MODELS), enumerate(PLACES)
 
 
 def drawn(dice: random.Random) -> tuple[str, int, tuple[str, ...]]:
-    """Return a case with a random value of everything."""
     model, dtype = dice.choice([*MODELS]), dice.choice(["bf16", "fp16", "fp32"])
     rule = dice.choice(["adamw", "adamw", "adamw", "muon"])
     keys = {
@@ -484,13 +483,7 @@ def peak_of_rank(model: Path, words: Sequence[str], *, micro: int) -> tuple[int,
             return held["most"], planned[made.offloaded.node.rank % len(planned)]
 
 
-WIDE = {
-    "num_hidden_layers": 6,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "max_position_embeddings": 512,
-    "attention_dropout": 0.0,
-}
+WIDE = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 512}
 
 
 @pytest.mark.slow

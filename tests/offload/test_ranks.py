@@ -21,7 +21,7 @@ import torch.distributed as dist
 from dead_run_files import stored_masters
 from engine_bench import DROPOUT, digest, engine, model_directory
 from forked_ranks import Case, Result, assert_no_open_port, in_ranks, run_ranks, start_ranks
-from placements import ALL_ON_DRIVES, FIRST, ON, hold_up, record_kept
+from placements import ALL_ON_DRIVES, BEHIND, FIRST, ON, hold_up, record_kept
 
 from offload_trainer import cli, ranks
 from offload_trainer.engine.tiered import TieredEngine
@@ -31,7 +31,6 @@ from offload_trainer.optim import state_files
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
-BEHIND = ("tiered.overlap=forward",)
 AWAY = (*ALL_ON_DRIVES, "tiered.state_copies=2")
 HALF = ("--optimizer", "nvme", "--ram-fraction", "0.5")
 GATHERED = ("--params", "cpu", "tiered.weight_transfer=all_gather")
@@ -41,10 +40,10 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # model, words
     "half, inputs away": ("gpt2", ("--params", "gpu", *HALF, ON, "model.offload_activations=true")),
     "half, 8-bit, frozen": ("gpt2", ("--params", "gpu", *HALF, *STORED)),
     "half, bf16 masters": ("gpt2", ("--params", "gpu", *HALF, "optim.master_dtype=bf16")),
-    "experts": ("mixtral", ("--params", "cpu", "--dtype", "fp32", *BEHIND)),
-    "experts on the drive": ("mixtral", (*AWAY, *BEHIND)),
-    "gathered": ("gpt2", (*GATHERED, *BEHIND)),
-    "gathered, layers are dropped": ("opt", (*GATHERED, *BEHIND, "--dtype", "fp32")),
+    "experts": ("mixtral", ("--params", "cpu", "--dtype", "fp32", BEHIND)),
+    "experts on the drive": ("mixtral", (*AWAY, BEHIND)),
+    "gathered": ("gpt2", (*GATHERED, BEHIND)),
+    "gathered, layers are dropped": ("opt", (*GATHERED, BEHIND, "--dtype", "fp32")),
     "all on the drive, inputs away": ("qwen3", (*ALL_ON_DRIVES, ON, "model.offload_activations=true")),
     "gathered, in two buffers": ("qwen3", (*GATHERED, ON, "tiered.weight_buffers=2")),
     "Muon": ("gpt2", (*HALF, *MUON)),

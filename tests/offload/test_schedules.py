@@ -27,7 +27,6 @@ from offload_trainer.telemetry.meters import PhaseClock
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small", "always", "slow_pages")
 
-
 QUICK = ("nothing in RAM", "a third in RAM")  # the others are only for `make test-all`
 IN_RAM = [*AWAY, "--ram-fraction", "1"]
 NATIVE = [*IN_RAM, "optim.kernel=native"]  # it copies old state in the pass that updates it
@@ -60,8 +59,6 @@ def test_early_pages_of_clipped_steps_are_discarded_and_updated_again(
 
 
 DRIVES = HOMES["weights and gradients on the drive"]
-
-
 SKIPPED = {  # placement, schedule, share of shadow memory, dtype, and whether transfers are late
     "forward": (DRIVES, BEHIND, 0.0, "fp16", False),
     "backward": (HOMES["nothing in RAM"], FULL, 0.0, "fp16", False),
@@ -101,12 +98,11 @@ def test_a_step_that_is_skipped_changes_nothing(
     assert found[0] == found[1]
 
 
-FROZEN = [*ALL_ON_DRIVES, 'model.freeze=["h.1.mlp","wpe"]', "optim.moment_dtype=8bit"]
 SNAPSHOTS = {  # placement, schedule, share of shadow memory; on the device transfers are late
     "on the device": (["--gpu-fraction", "1"], IN_LINE, 0.0),
     "in all tiers, a part on the device": ([*AWAY, "--gpu-fraction", "0.3", "--ram-fraction", "0.3"], IN_LINE, 0.0),
     "off": (["--ram-fraction", "0.5", "optim.moment_dtype=8bit"], IN_LINE, 0.0),
-    "forward, frozen": (FROZEN, BEHIND, 0.0),
+    "forward, frozen": ([*ALL_ON_DRIVES, 'model.freeze=["h.1.mlp","wpe"]', "optim.moment_dtype=8bit"], BEHIND, 0.0),
     "forward, two copies": ([*HOMES["two copies on the drive"], CLIP], BEHIND, 0.0),
     "backward, all in RAM": (["--ram-fraction", "1", "optim.max_grad_norm=0"], FULL, 1.0),
     "backward, half in RAM": ([*AWAY, "--ram-fraction", "0.5", CLIP], FULL, 1.0),

@@ -4,7 +4,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from dead_run_files import stored_masters
 from engine_bench import assert_same, batches, digest, masters, plain, saved, train
 from late_transfers import FailingWrites
-from placements import ALL_ON_DRIVES, AWAY, BEHIND, FIRST, FULL, HOMES, IN_LINE, Build, plant, skip_last_block, until
+from placements import ALL_ON_DRIVES, AWAY, FIRST, FULL, HOMES, IN_LINE, Build, plant, skip_last_block, until
 from seen_calls import calls_of, run_before
 
 from offload_trainer.engine import tiered
@@ -23,19 +22,14 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.manifest import ManifestWriter
 from offload_trainer.offloading.pages.store import PageStore
-from offload_trainer.offloading.update.updater import PagePipeline, SpeculativeStep, StepParams, Updater, ranges_of
+from offload_trainer.offloading.update.updater import PagePipeline, Updater
 from offload_trainer.offloading.weights.placed import PlacedWeights
-from offload_trainer.optim.rules import AdamW
-from offload_trainer.plan.shape import ModelShape, Weight
-from offload_trainer.plan.tiered.layout import Page, units_of
 from offload_trainer.plan.tiered.spec import Route
-from offload_trainer.plan.tiers import RAM
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers, together
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
-ALL = ["--ram-fraction", "1"]
-IN_RAM = [*ALL, "--params", "cpu", "placement.gradients=cpu"]
+IN_RAM = ["--ram-fraction", "1", "--params", "cpu", "placement.gradients=cpu"]
 UNCLIPPED, CLIPPED = "optim.max_grad_norm=0", "optim.max_grad_norm=0.01"
 
 
@@ -52,25 +46,6 @@ def test_a_block_that_a_step_does_not_use_counts_its_own_steps(
             found.append((steps, saved(ours, tmp_path / how)))
     assert found[0] == found[1]
     assert all(counted == done > 0 for counted, done in kept)
-
-
-def test_speculative_pages_are_valid_only_with_the_expected_parameters() -> None:
-    (unit,) = units_of(ModelShape((Weight("w", (60, 100), unit="h.0", block=True),), 1, 100, 50, 16))
-    rule, steps = {"w": AdamW(1e-3, (0.9, 0.95), 1e-8, 0.1)}, {"w": 3}
-    expected = StepParams([ranges_of(unit, rule, steps)], 0.5, 7)
-    others = [
-        StepParams([ranges_of(unit, rule, steps)], 0.25, 7),
-        StepParams([ranges_of(unit, rule, steps)], 0.5, 8),
-        StepParams([ranges_of(unit, rule, {"w": 2})], 0.5, 7),
-        StepParams([ranges_of(unit, {"w": replace(rule["w"], lr=2e-3)}, steps)], 0.5, 7),
-        StepParams([ranges_of(unit, {}, steps)], 0.5, 7),
-    ]
-    # A weight of another unit may have more steps: the noise is the unit's own.
-    step = SpeculativeStep(expected)
-    step.written = {0: None}  # type: ignore[dict-item]
-    pages = [Page(0, 0, unit.trained, RAM)]
-    assert step.kept(StepParams([ranges_of(unit, rule, steps | {"another": 4})], 0.5, 7), pages) == {0}
-    assert not any(step.kept(other, pages) for other in others)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +76,8 @@ def test_pages_are_updated_before_the_backward_has_ended(home: str | list[str], 
         assert min(len(later & shadowed), len(later & away)) > 5
         assert later & (away | shadowed) <= valid.keys() <= away | shadowed
         assert share < 1 or later <= away | shadowed
+        planned = [item.bytes for item in ours.candidate.items if item.name == "shadow memory"]
+        assert sum(memory.numel() for memory in updater.shadows.values()) == sum(planned)
         elements = sum(store.pages[number].elements for number in shadowed)
         assert elements <= share * sum(page.elements for page in store.pages)
         assert all(store.copies.valid(number) == 1 - valid[number] for number in later & away)
@@ -148,13 +125,6 @@ def test_a_step_that_is_decided_while_a_page_is_computed(
     assert_same(found[1][1], found[0][1])
     assert len(kept) == 3 - (skipped > 0)
     assert skipped or [done for _, done in kept] == [1, 1, 1]
-
-
-@pytest.mark.parametrize("share", [0.3, 1.0])
-def test_the_plan_counts_what_is_allocated(share: float, build: Build) -> None:
-    with build(ALL, FULL, shadows=share) as ours:
-        planned = [item.bytes for item in ours.candidate.items if item.name == "shadow memory"]
-        assert sum(memory.numel() for memory in ours.offloaded.updater.shadows.values()) == sum(planned) > 0
 
 
 def test_speculation_pauses_after_more_than_two_mispredictions_in_eight_steps() -> None:
@@ -209,7 +179,6 @@ def test_a_drive_that_fails_during_the_backward_is_reported(
 
 
 def test_seconds_during_the_backward_are_hidden(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first page of the step takes 0.1 s, which counts as hidden."""
     slept = []
 
     def sleep(updater: Updater, *_: Any, **__: Any) -> None:
@@ -226,7 +195,7 @@ def test_seconds_during_the_backward_are_hidden(build: Build, monkeypatch: pytes
 
 def test_ranks_meet_before_an_update_changes_weights(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, start = [], Updater.start
-    with build(ALL, IN_LINE) as ours:
+    with build("all in RAM", IN_LINE) as ours:
         monkeypatch.setattr(ours.offloaded.node, "barrier", lambda: seen.append("ranks meet"))
         monkeypatch.setattr(Updater, "start", lambda *given, **words: (seen.append("update"), start(*given, **words)))
         train(ours, batches(1))
@@ -315,21 +284,7 @@ def test_pages_are_complete_before_they_are_used_again(
     assert (writes.crossed, writes.hold[file]) == ([], 0)
 
 
-def test_a_forward_does_not_wait_for_state_in_flight(build: Build, writes: HeldWrites) -> None:
-    """All pages fill the slots without delaying the forward; reading a master waits for its own page."""
-    words = [*HOMES["nothing in RAM"], UNCLIPPED, "tiered.page_buffers=99", BEHIND]
-    with build(words) as ours:
-        writes.hold["state"] = len(ours.offloaded.store.pages)
-        writes.patience = 60.0
-        train(ours, batches(1))
-        ours.eval_loss(batches(1)[0])
-        assert len(writes.held) == len(ours.offloaded.store.pages)
-        threading.Timer(0.05, writes.go.set).start()
-        assert_same(masters(ours), plain(build.model, 1, UNCLIPPED)[1])
-    assert not writes.crossed
-
-
-def test_a_backward_does_not_wait_for_state_in_flight(build: Build, writes: HeldWrites) -> None:
+def test_forward_and_backward_do_not_wait_for_state_in_flight(build: Build, writes: HeldWrites) -> None:
     """State of all pages is being written until the next backward has reached its last block; none of it is read."""
     seen = list[int]()
     words = [*HOMES["nothing in RAM"], UNCLIPPED, "tiered.page_buffers=99", FULL]

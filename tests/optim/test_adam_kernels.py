@@ -1,5 +1,4 @@
-"""Tests of AdamW's kernels: torch's, the C++ one and Triton's have the bits of torch.optim.AdamW for every format of
-moments and all kinds of values, however a unit is cut, or a reason why they are not used.
+"""Tests that torch's, C++'s and Triton's AdamW kernels have torch.optim.AdamW's bits, or a reason not to be used.
 
 Without a GPU, Triton's interpreter runs its function on the CPU; with one, the same tests run on it.
 """
@@ -65,11 +64,8 @@ ON_CPU = pytest.mark.skipif(PLACE.type == "cuda", reason="needs no GPU, and a co
 
 @pytest.fixture(autouse=True)
 def interpreter_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Triton interpret its functions, with tensors where they are: it would copy their whole storage both ways.
-
-    No test takes the kernel that another one has compared.
-    """
-    cuda_adam._checked_kernel.cache_clear()
+    """Let Triton interpret its functions, with tensors where they are: it would copy their whole storage both ways."""
+    cuda_adam._checked_kernel.cache_clear()  # no test takes the kernel that another one has compared
     if PLACE.type == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")  # before its import
         monkeypatch.syspath_prepend(Path(sys.prefix) / "triton")  # see scripts/setup.sh
@@ -93,9 +89,7 @@ def compiled_kernels() -> list[Kernel]:
 
 
 def of_all_shapes(n: int, *, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return blocks of 256 that alternate between random bits with special values, many magnitudes, normal, subnormal
-    and zero.
-    """
+    """Return blocks of 256 of five kinds in turn: random bits with special values, many magnitudes, and others."""
     random = torch.Generator().manual_seed(seed)
     integer = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[dtype.itemsize]
     values = torch.randint(0, 2 ** (8 * dtype.itemsize), (n,), generator=random).to(integer).view(dtype)
@@ -142,9 +136,6 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         assert same_bits(one, other)
 
 
-# -- bits --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("given", TYPES)
 @pytest.mark.parametrize("number", range(len(RULES)))
 def test_a_page_is_decoded_updated_by_torchs_adamw_and_encoded(
@@ -173,9 +164,7 @@ def test_a_page_is_decoded_updated_by_torchs_adamw_and_encoded(
 @pytest.mark.parametrize("given", TYPES)
 @pytest.mark.parametrize("states", FORMATS)
 def test_parts_have_the_bits_of_torchs_kernel_and_other_elements_keep_theirs(states: str, given: torch.dtype) -> None:
-    """With all dtypes of new weights, and another factor on the gradient with each. 8-bit moments keep their bits too,
-    although decoding and encoding would change them.
-    """
+    """So do 8-bit moments, although decoding and encoding would change them."""
     outside = torch.ones(N, dtype=torch.bool)
     for changed in PARTS:
         outside[changed.start : changed.end] = False
@@ -298,9 +287,6 @@ def test_more_parts_than_a_launch_takes(states: str, monkeypatch: pytest.MonkeyP
     assert len(launches) == 2
 
 
-# -- gradients that are kept on the GPU --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("given", [*TYPES, None])
 @pytest.mark.parametrize("count", [1, 2, 33, 777, 9000, pytest.param((1 << 20) + 777, marks=pytest.mark.slow)])
 def test_gradients_are_added_and_measured_as_in_host_memory(count: int, given: torch.dtype | None) -> None:
@@ -329,19 +315,13 @@ def test_the_root_of_a_norm_is_rounded_to_nearest_on_every_device() -> None:
         assert_same([norm.cpu()[None] for norm in found], [expected[None]] * 3)
 
 
-# -- pages of equal size share a launch --------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_small")
 @pytest.mark.parametrize("words", [["1"], ["0.3", "--ram-fraction", "0.7", "optim.moment_dtype=8bit"]])
 def test_a_unit_takes_few_launches_which_wait_until_a_snapshot_has_read_their_pages(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A unit takes at most three: its last page, and the one where the device's share ends, may be smaller.
-
-    Without a GPU launches are late, on simulated streams in their order.
-    """
+    """A unit takes at most three: its last page, and the one where the device's share ends, may be smaller."""
     model, data, may_change = model_directory(tmp_path / "gpt2", "gpt2"), batches(4), PageSnapshot._may_change
     in_ram = [*words[1:], "--gpu-fraction", "0", "--ram-fraction", "1"]
     with engine(model, *in_ram) as reference:
@@ -378,15 +358,9 @@ def test_a_unit_takes_few_launches_which_wait_until_a_snapshot_has_read_their_pa
         assert train(other, data[2:]) == expected[2:]
 
 
-# -- choice of the GPU's kernel ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_it_is_used_if_it_gives_the_bits_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison includes launches of several pages, with parts that reach over their ends.
-
-    A plan makes it, and the run takes the same kernel.
-    """
+    """A plan compares it, also in launches of several pages, and the run takes the same kernel."""
     monkeypatch.setattr(cuda_adam, "CudaKernel", lambda _: cuda_kernel())
     first, _ = choose_cuda_kernel(PLACE)
     monkeypatch.setattr(cuda_adam, "CudaKernel", None)
@@ -423,24 +397,19 @@ def test_a_gpu_with_other_bits_is_not_used(
     assert "torch kernel in their last bits" in words
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (torch.OutOfMemoryError("CUDA out of\nmemory"), "OutOfMemoryError: CUDA out of memory"),
+def test_every_error_becomes_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, words in (
+        (torch.OutOfMemoryError("out of\nmemory"), "OutOfMemoryError: out of memory"),
         (TrainerError("no Triton"), "no Triton"),
-    ],
-)
-def test_every_error_becomes_a_reason(error: Exception, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(cuda_adam, "CudaKernel", Mock(side_effect=error))
-        assert choose_cuda_kernel(PLACE) == (None, words)
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda_adam, "CudaKernel", Mock(side_effect=error))
+            assert choose_cuda_kernel(PLACE) == (None, words)
     monkeypatch.setitem(sys.modules, "triton", None)
     assert "Triton, which comes with torch's wheels for CUDA" in choose_cuda_kernel(PLACE)[1]
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert "built for ROCm" in choose_cuda_kernel(PLACE)[1]
 
-
-# -- the compiled code -------------------------------------------------------------------------------------------------
 
 SCRIPT = ROOT / "scripts" / "check_cuda_kernel.py"
 
@@ -477,9 +446,6 @@ def test_the_check_of_the_code_finds_mistakes() -> None:
     assert (faults_of(right, fuses=True), faults_of(right, fuses=False)) == ([], ["2 FMA for 1 elements"])
     for line, fault in FAULTS.items():
         assert faults_of(f"{right}\t{line}\n", fuses=True) == [fault]
-
-
-# -- choice of the CPU's kernel ----------------------------------------------------------------------------------------
 
 
 @ON_CPU

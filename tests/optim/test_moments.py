@@ -27,7 +27,6 @@ def values(n: int, *, signed: bool) -> torch.Tensor:
 def encoded(
     x: torch.Tensor, *, signed: bool, noise: Bits | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return codes, scales, and decoded values."""
     codes, absmax = torch.empty(x.numel(), dtype=torch.uint8), torch.empty(-(-x.numel() // 256))
     stored = StoredField(signed, codes, absmax)
     stored.write(x, noise=noise)

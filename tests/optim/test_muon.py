@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from dead_run_files import stored_masters
-from engine_bench import Step, assert_same, batches, engine, masters, model_directory, train
+from engine_bench import Step, assert_same, batches, engine, masters, model_directory, saved, train
 from placements import skip_last_block
 from plain_engine import MuonWithAdamW
 from safetensors.torch import load_file
@@ -71,10 +71,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def drives(tmp_path: Path) -> list[Path]:
-    made = [tmp_path / "one", tmp_path / "two"]
-    for drive in made:
-        drive.mkdir()
-    return made
+    return [tmp_path / "one", tmp_path / "two"]
 
 
 @cache
@@ -123,10 +120,9 @@ def test_a_checkpoint_has_no_second_moment_of_matrices_and_resumes_in_another_pl
     models: dict[str, Path], drives: list[Path], tmp_path: Path
 ) -> None:
     model = models["qwen3"]
-    (tmp_path / "half").mkdir()
     with engine(model, *MUON, *HOMES["on two drives and in RAM"], drives=drives) as ours:
         steps = train(ours, batches(8)[:4], lr=RATE)
-        ours.snapshot().write(tmp_path / "half")
+        saved(ours, tmp_path / "half")
         steps += train(ours, batches(8)[4:], lr=RATE)
         weights, shape = masters(ours), {place.weight for unit in ours.offloaded.units for place in unit.places}
     assert steps == by_torch(model, 8, "--lr", str(RATE))[0]
@@ -155,7 +151,6 @@ def test_a_state_of_adamw_or_of_moments_that_the_rule_lacks_is_refused(tmp_path:
 
 
 def test_masters_of_a_dead_run_are_read_by_its_manifest(models: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "drive").mkdir()
     words = [*MUON, *HOMES["all on the drives"], "tiered.state_copies=2"]
     with engine(models["qwen3"], *words, drives=[tmp_path / "drive"]) as ours:
         ours.offloaded.enable_manifest(model=tmp_path)
@@ -172,12 +167,8 @@ def test_masters_of_a_dead_run_are_read_by_its_manifest(models: dict[str, Path],
                 stored_masters(index.parent)
 
 
-# -- layout ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("ranks", "largest"), [(1, 20_000), (2, ALIGN), (3, 1 << 20), (7, 20_000)])
 def test_no_page_and_no_range_of_a_rank_cuts_a_matrix(ranks: int, largest: int) -> None:
-    """Of three blocks and an embedding."""
     weights: list[Weight] = [Weight("wte", (500, 60), unit="wte")]
     sizes: list[tuple[int, ...]] = [(60, 180), (180,), (61, 59), (7, 64, 96), (300, 60), (60,)]
     for block, (number, size) in product(range(3), enumerate(sizes)):
@@ -218,9 +209,6 @@ def test_only_matrices_of_blocks_are_updated_as_such() -> None:
         assert Weight(**{"name": "h.0.w", "unit": "h.0", "block": True, **keys}).matrix == expected
 
 
-# -- arithmetic ------------------------------------------------------------------------------------------------------
-
-
 def test_the_native_arithmetic_is_compared_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = NativeKernel()
     assert MatrixKernel(kernel, gpu=None)._arithmetic is kernel
@@ -247,9 +235,6 @@ def test_the_number_of_threads_changes_no_bit(shape: tuple[int, int]) -> None:
     singular = torch.linalg.svdvals(results[0].float())
     assert singular.min() > 0.3
     assert singular.max() < 1.4
-
-
-# -- for users -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from offload_trainer.offloading.pages.manifest import ManifestWriter
 from offload_trainer.offloading.pages.store import PageStore
 from offload_trainer.offloading.update.updater import PagePipeline, Updater
 from offload_trainer.offloading.weights.placed import PlacedWeights
+from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.plan.tiered.spec import Route
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers, together
 
@@ -85,6 +86,15 @@ def test_pages_are_updated_before_the_backward_has_ended(home: str | list[str], 
             assert torch.equal(old, before[number])
             assert not torch.equal(new, old)
             assert torch.equal(new, state[number])  # it is not updated again
+
+
+@pytest.mark.usefixtures("always")
+def test_prefetched_weights_of_a_skipped_step_are_dropped(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten = calls_of(monkeypatch.setattr, WeightPrefetcher, "forget")
+    with build("weights in RAM", FULL) as ours:
+        ours.offloaded.parameters["transformer.wpe.weight"][0].register_hook(lambda grad: grad.fill_(float("nan")))
+        assert train(ours, batches(1))[0][1] is None
+        assert forgotten
 
 
 @pytest.mark.usefixtures("always")

@@ -161,10 +161,8 @@ def _zero(
             "stage3_gather_16bit_weights_on_model_save": False,
         }
     if placement.params != "gpu":
-        size = sizes.weight_buffer_elements
-        zero["offload_param"] = away(
-            placement.params, buffer_count=sizes.weight_buffers, buffer_size=size, max_in_cpu=0
-        )
+        buffers = {"buffer_count": sizes.weight_buffers, "buffer_size": sizes.weight_buffer_elements, "max_in_cpu": 0}
+        zero["offload_param"] = away(placement.params, **buffers)
     return zero
 
 
@@ -398,9 +396,8 @@ class DeepSpeedEngine:
             swapper._complete_swap_out("async_swap_out")
 
     def _optimizer_steps(self) -> int:
-        return max(
-            (int(state["step"]) for state in self._optimizer.optimizer.state.values() if "step" in state), default=0
-        )
+        states = self._optimizer.optimizer.state.values()
+        return max((int(state["step"]) for state in states if "step" in state), default=0)
 
     def _make_moments(self, steps: int) -> None:
         """Create zero moments at step `steps`, which DeepSpeed would only create in its first update.

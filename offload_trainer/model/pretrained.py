@@ -194,8 +194,7 @@ def checkpoint_files(directory: Path, named: Any = None) -> list[Path]:
             return [path]
         fix = "It is no index of shards; save the weights again, or download them again"
         shards = sorted(set(read_back(path, ShardIndex, links=True, fix=fix).weight_map.values()))
-        missing = [shard for shard in shards if not (directory / shard).exists()]
-        if missing:
+        if missing := [shard for shard in shards if not (directory / shard).exists()]:
             raise UserError(f"{directory}: {name} names shards that are not there: {', '.join(missing)}")
         return [directory / shard for shard in shards]
     raise UserError(

@@ -197,12 +197,9 @@ class TensorFileReader:
         length = int.from_bytes(self._file.read(8), "little")
         header = json.loads(self._file.read(length))
         header.pop("__metadata__", None)
-        unknown = {name: about["dtype"] for name, about in header.items() if about["dtype"] not in _NAMES}
-        if unknown:
-            name, dtype = next(iter(unknown.items()))
-            raise UserError(
-                f"{path}: {len(unknown)} tensors are in {dtype} (the first: {name}), which is not read here"
-            )
+        if others := {name: about["dtype"] for name, about in header.items() if about["dtype"] not in _NAMES}:
+            name, dtype = next(iter(others.items()))
+            raise UserError(f"{path}: {len(others)} tensors are in {dtype} (the first: {name}), which is not read here")
         self.entries = {
             name: TensorEntry(name, _NAMES[about["dtype"]], tuple(about["shape"])) for name, about in header.items()
         }

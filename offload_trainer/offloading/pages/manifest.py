@@ -260,8 +260,7 @@ class Record:
 
 def read_record(path: Path, *, most: int) -> bytes:
     """Return the newest valid record. Raises ValueError if neither slot is valid, and FileNotFoundError."""
-    found = _records(path, _slot(most))
-    if not found:
+    if not (found := _records(path, _slot(most))):
         raise ValueError("neither of its two slots is whole")
     return max(found)[1]
 

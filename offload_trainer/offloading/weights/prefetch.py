@@ -169,8 +169,7 @@ class WeightPrefetcher:
         """Protect a checkpointed part's units, of which plain views are saved, until another part is recomputed."""
         if not (autograd.in_backward() and torch.is_grad_enabled()):
             return
-        hooks = autograd.hooks_of_autograd()
-        if hooks is None:
+        if (hooks := autograd.hooks_of_autograd()) is None:
             raise UserError(
                 "reentrant checkpointing keeps no weights that come and go: use checkpoint(..., use_reentrant=False)"
             )
@@ -213,8 +212,7 @@ class WeightPrefetcher:
         self._recomputing, self._recomputed = None, set()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _WeightReference:
-        number = self._by_storage.get(tensor.untyped_storage().data_ptr())
-        if number is None:
+        if (number := self._by_storage.get(tensor.untyped_storage().data_ptr())) is None:
             return tensor.detach()  # without detach a saved result refers to its own node
         unit = self._rings.slots[number].unit
         assert unit is not None

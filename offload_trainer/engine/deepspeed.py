@@ -41,7 +41,7 @@ from offload_trainer.optim.state_files import (
 from offload_trainer.packages import is_installed, lacks, to_install
 from offload_trainer.plan.deepspeed import ZeroSizes
 from offload_trainer.plan.shape import decay_groups
-from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS
+from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS, MOMENTS
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.plan.workload import Workload
 from offload_trainer.ranks import all_gather_json, join_torch
@@ -385,10 +385,8 @@ class DeepSpeedEngine:
                 whole.copy_(value)
             with _gathered(parameter) as whole:
                 if not torch.equal(whole.to(value.device), value):
-                    wrong = int((whole.to(value.device) != value).sum())
-                    raise TrainerError(
-                        f"{name}: {wrong} of {value.numel()} elements read back differently after they were written"
-                    )
+                    wrong = f"{int((whole.to(value.device) != value).sum())} of {value.numel()} elements"
+                    raise TrainerError(f"{name}: {wrong} read back differently after they were written")
         # With `pipeline_write`, setting a weight writes its sub-group asynchronously, and setting the next one reads it
         # from the drive again. Without this wait the first change could be lost (seen in 0.19.8).
         swapper: Any = getattr(self._optimizer, "optimizer_swapper", None)
@@ -412,11 +410,8 @@ class DeepSpeedEngine:
         on_cpu = "ds_opt_adam" in vars(zero.optimizer)
         for flat in flats:
             count: Any = steps if on_cpu else torch.tensor(float(steps), device=flat.device)
-            zero.optimizer.state[flat] = {
-                "step": count,
-                "exp_avg": torch.zeros_like(flat.data),
-                "exp_avg_sq": torch.zeros_like(flat.data),
-            }
+            moments = {moment: torch.zeros_like(flat.data) for moment in MOMENTS}
+            zero.optimizer.state[flat] = {"step": count, **moments}
         self._link_moments()
         scratch = [torch.zeros(1) for _ in range(4)]
         for step in range(1, steps + 1) if on_cpu else ():
@@ -501,8 +496,7 @@ class Parts:
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """Join the shards of all ranks on every rank. All ranks of the group call it."""
-        dim = self.dims.get(name)
-        if dim is None:
+        if (dim := self.dims.get(name)) is None:
             return part
         parts = [torch.empty_like(part) for _ in range(self.count)]
         torch.distributed.all_gather(parts, part.contiguous(), group=self.group)

@@ -174,13 +174,7 @@ def checkpoint_blocks(model: PreTrainedModel, *, reentrant: bool, offload: bool 
     enable({"use_reentrant": reentrant}, **({"offload": True} if offload else {}))
 
 
-def resolve_model(
-    section: ModelSection,
-    *,
-    seed: int,
-    packed: bool = False,
-    image_patches: Patches = 0,
-) -> ModelSource:
+def resolve_model(section: ModelSection, *, seed: int, packed: bool = False, image_patches: Patches = 0) -> ModelSource:
     """Find the model that `section.name` refers to.
 
     `packed` is for rows of several documents: their memory is counted, and a model in which documents would influence

@@ -156,8 +156,7 @@ def _group(
 ) -> Group:
     """Build a group; `members` are (source, converter pattern or None), `first` is the first resulting name."""
     sources = tuple(source for source, _ in members)
-    used = next((pattern for _, pattern in members if pattern is not None), None)
-    if used is None:
+    if (used := next((pattern for _, pattern in members if pattern is not None), None)) is None:
         return Group(sources, lambda read: {rename(first): read(sources[0])})
     converter = next(c for c in reversed(converters) if used in c.source_patterns)
 

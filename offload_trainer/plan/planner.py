@@ -421,16 +421,14 @@ def any_placement_fits(
 
 # -- values of `auto` that need no comparison of plans: dtype and checkpointing ----------------------------------------
 
-CHECKPOINTING_FROM = 100_000_000  # parameters; below, recomputation costs more than the activations it saves
-
 
 def checkpointed_blocks(section: ModelSection, shape: ModelShape, *, all_if_auto: bool = False) -> int:
     """Return how many blocks are checkpointed, unless the plan chooses for `auto`: the first N, all or none.
 
-    `auto` means all from 1e8 parameters on, or with `all_if_auto`, if the architecture supports it. Raises UserError if
-    the model has fewer blocks, or cannot checkpoint only some of them.
+    `auto` means all from 1e8 parameters on (below, recomputation costs more than it saves) or with `all_if_auto`, if
+    the architecture supports it. Raises UserError if the model has fewer blocks, or cannot checkpoint some of them.
     """
-    setting, large = section.activation_checkpointing, all_if_auto or shape.parameters >= CHECKPOINTING_FROM
+    setting, large = section.activation_checkpointing, all_if_auto or shape.parameters >= 100_000_000
     name = f"model.activation_checkpointing={setting}"
     if not isinstance(setting, int):
         return shape.layers if setting == "on" or (setting == "auto" and large and shape.can_checkpoint) else 0

@@ -360,8 +360,7 @@ def seconds_of_matrices(model: ModelShape, machine: MachineProfile) -> float | N
     Pages that the CPU updates move each matrix to the GPU and back with 16 bits an element, which is not overlapped.
     """
     rates = machine.rates
-    timed = rates.layers.get(RATE) or rates.matmul.get(stands_for("bf16", machine) or "")
-    if timed is None:
+    if (timed := rates.layers.get(RATE) or rates.matmul.get(stands_for("bf16", machine) or "")) is None:
         return None
     matrices = [(weight.numel, weight.matrix) for weight in model.weights if weight.matrix]
     seconds = sum((count // prod(shape) * products_of(shape) / timed.value for count, shape in matrices), start=0.0)

@@ -232,11 +232,9 @@ class WeightPrefetcher:
         """Return the unit's weights, and prefetch what follows. Raises UserError if there are too few buffers."""
         if not self._backward and autograd.in_backward():
             self._begin_pass(backward=True, then=self.then_after_backward)  # a backward without `passing`
-        number = self._rings.slot_of(unit)
-        if number is None:
+        if (number := self._rings.slot_of(unit)) is None:
             # The part may have ended: blocks that are not checkpointed can follow it (Idefics 2's resampler).
-            number = self._rings.room_for(unit, self._recomputed)
-            if number is None:
+            if (number := self._rings.room_for(unit, self._recomputed)) is None:
                 assert self._recomputed
                 several = len(self._recomputed | {unit})
                 raise UserError(

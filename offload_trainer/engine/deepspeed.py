@@ -142,13 +142,8 @@ def _zero(
         "allgather_bucket_size": sizes.reduce_bucket,
     }
     if placement.optimizer != "gpu":
-        zero["offload_optimizer"] = away(
-            placement.optimizer,
-            buffer_count=sizes.optimizer_buffers,
-            pipeline_read=section.pipeline_read,
-            pipeline_write=section.pipeline_write,
-            fast_init=False,
-        )
+        flags = {"pipeline_read": section.pipeline_read, "pipeline_write": section.pipeline_write, "fast_init": False}
+        zero["offload_optimizer"] = away(placement.optimizer, buffer_count=sizes.optimizer_buffers, **flags)
     if placement.stage < 3:
         zero["use_multi_rank_bucket_allreduce"] = False  # each rank receives only its shard
     else:
@@ -231,12 +226,9 @@ class DeepSpeedEngine:
             for weights, decay in ((decayed, optim.weight_decay), (plain, 0.0))
             if weights
         ]
-        self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=module,
-            model_parameters=groups,
-            optimizer=None if "optimizer" in words else _device_optimizer(groups, optim),
-            config=words,
-        )
+        optimizer = None if "optimizer" in words else _device_optimizer(groups, optim)
+        made = deepspeed.initialize(model=module, model_parameters=groups, optimizer=optimizer, config=words)
+        self._engine, self._optimizer, _, _ = made
         place, group = 0, None
         if work.tensor > 1:
             from deepspeed.utils import groups as groups_of_ranks
@@ -327,11 +319,8 @@ class DeepSpeedEngine:
         if self._dtype is torch.float16:
             good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
             scale = LossScale(float(scaler.cur_scale), scaler.scale_window, good_steps)
-        state = EngineState(
-            optimizer_steps=steps,
-            weight_steps={name: steps - missed for name, missed in self._missed.items()},
-            loss_scale=scale,
-        )
+        of_weights = {name: steps - missed for name, missed in self._missed.items()}
+        state = EngineState(optimizer_steps=steps, weight_steps=of_weights, loss_scale=scale)
         self._link_moments()
         return BlockingSnapshot(state, self._trained, self._fixed, self._dtype, self._read, writes=self._rank == 0)
 

@@ -227,14 +227,8 @@ def resolve_model(section: ModelSection, *, seed: int, packed: bool = False, ima
         with pretrained.opened_weights(directory, model) as found:
             notes = found.notes
     shape = model_shape(model, section, packed=packed, image_patches=image_patches if images else 0)
-    return ModelSource(
-        config=config,
-        shape=replace(shape, notes=(*shape.notes, *notes)),
-        section=section,
-        seed=seed,
-        directory=directory,
-        random=random,
-    )
+    shape = replace(shape, notes=(*shape.notes, *notes))
+    return ModelSource(config=config, shape=shape, section=section, seed=seed, directory=directory, random=random)
 
 
 def _directory(section: ModelSection) -> Path:

@@ -155,11 +155,8 @@ def _laid_out(entries: Sequence[TensorEntry]) -> tuple[bytes, dict[str, int], in
     starts, offset = {}, 0
     for entry in entries:
         starts[entry.name] = offset
-        header[entry.name] = {
-            "dtype": SAFETENSORS_DTYPES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [offset, offset + entry.bytes],
-        }
+        dtype, ends = SAFETENSORS_DTYPES[entry.dtype], [offset, offset + entry.bytes]
+        header[entry.name] = {"dtype": dtype, "shape": list(entry.shape), "data_offsets": ends}
         offset += entry.bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # pad so that the data is aligned to 8 bytes

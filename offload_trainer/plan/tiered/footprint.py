@@ -235,12 +235,8 @@ def tiered_traffic(work: Workload, homes: TierMap, sizes: spec.TierSizes, machin
         moved[homes.gradients[unit], "backward", "read"] += (visits - 1) * size
         moved[homes.gradients[unit], "backward", "written"] += visits * size
     outside = [units[unit] for unit in set(gradients) if homes.gradients[unit] != DEVICE]
-    given = sum(
-        place.weight.numel * (g if unit.index in once else e * micro)
-        for unit in outside
-        for place in unit.places
-        if place.weight.trainable
-    )
+    sizes_of = [(unit.index, place.weight.numel) for unit in outside for place in unit.places if place.weight.trainable]
+    given = sum(numel * (g if unit in once else e * micro) for unit, numel in sizes_of)
     moved[DEVICE, "backward", "written"] += given // work.pipeline
     cuts = sum(one != other for one, other in pairwise(work.owners))  # what passes there is copied out and in
     for phase in ("forward", "backward") if cuts else ():

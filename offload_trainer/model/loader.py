@@ -83,11 +83,9 @@ class ModelSource:
         def compared(values: dict[str, Any]) -> dict[str, Any]:
             return {key: value for key, value in values.items() if key not in _NOT_COMPARED}
 
-        return {
-            "parameters": self.shape.parameters,
-            "initial weights": "random" if self.random else "the model's",
-            CONFIG: json.loads(self.config.to_json_string(use_diff=False), object_hook=compared),
-        }
+        values = json.loads(self.config.to_json_string(use_diff=False), object_hook=compared)
+        weights = "random" if self.random else "the model's"
+        return {"parameters": self.shape.parameters, "initial weights": weights, CONFIG: values}
 
     def build(
         self,

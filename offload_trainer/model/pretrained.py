@@ -250,26 +250,17 @@ def opened_weights(directory: Path, model: PreTrainedModel) -> Iterator[OpenedWe
         parameters, buffers = dict(model.named_parameters()), persistent_buffers(model)
         expected = {name: tuple(tensor.shape) for name, tensor in {**parameters, **buffers}.items()}
         names = {name: name for name in given if name in expected}
-        names |= {
-            other: name
-            for other, name in first_names(model).items()
-            if other in given and name in expected and name not in given
-        }
-        misshapen = [
-            f"{name} is {given[other]}, the model wants {expected[name]}"
-            for other, name in names.items()
-            if given[other] != expected[name]
-        ]
+        firsts = first_names(model).items()
+        names |= {other: name for other, name in firsts if other in given and name in expected and name not in given}
+        wrong = [(name, given[other]) for other, name in names.items() if given[other] != expected[name]]
+        misshapen = [f"{name} is {shape}, the model wants {expected[name]}" for name, shape in wrong]
         unused = _reported(unexpected, model)
         read = [key for group, each in zip(groups, made, strict=True) for key in group.sources if each.keys() - buffers]
         quantised = [key for key in read if not files[key].entries[key].dtype.is_floating_point]
         if getattr(model.config, "quantization_config", None):
             quantised += unused
-        problems = {
-            "missing": [name for name in expected if name not in names.values()],
-            "misshapen": misshapen,
-            "quantised, which is not read here": quantised,
-        }
+        missing = [name for name in expected if name not in names.values()]
+        problems = {"missing": missing, "misshapen": misshapen, "quantised, which is not read here": quantised}
         if any(problems.values()):
             problems["unexpected"] = unused
             lines = [f"{title}: {', '.join(found)}" for title, found in problems.items() if found]

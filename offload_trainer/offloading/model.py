@@ -547,7 +547,6 @@ class Activations:
             self._prefetched[number] = self._fetch(self._kept[number])
 
     def _fetch(self, kept: _SavedInput) -> tuple[torch.Tensor, DeviceCopy]:
-        """Start copying an input to the device."""
         values, after = torch.empty_like(kept.values, device=self._device.place), self._device.mark()
         arrival, read = self._device.copy_back(kept.values, values, after=after, ready=kept.filled)
         self._free[kept.number] = together([self._free[kept.number], read])

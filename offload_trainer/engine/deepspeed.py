@@ -41,7 +41,7 @@ from offload_trainer.optim.state_files import (
 from offload_trainer.packages import is_installed, lacks, to_install
 from offload_trainer.plan.deepspeed import ZeroSizes
 from offload_trainer.plan.shape import decay_groups
-from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS
+from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS, MOMENTS
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.plan.workload import Workload
 from offload_trainer.ranks import all_gather_json, join_torch
@@ -142,13 +142,8 @@ def _zero(
         "allgather_bucket_size": sizes.reduce_bucket,
     }
     if placement.optimizer != "gpu":
-        zero["offload_optimizer"] = away(
-            placement.optimizer,
-            buffer_count=sizes.optimizer_buffers,
-            pipeline_read=section.pipeline_read,
-            pipeline_write=section.pipeline_write,
-            fast_init=False,
-        )
+        flags = {"pipeline_read": section.pipeline_read, "pipeline_write": section.pipeline_write, "fast_init": False}
+        zero["offload_optimizer"] = away(placement.optimizer, buffer_count=sizes.optimizer_buffers, **flags)
     if placement.stage < 3:
         zero["use_multi_rank_bucket_allreduce"] = False  # each rank receives only its shard
     else:
@@ -161,10 +156,8 @@ def _zero(
             "stage3_gather_16bit_weights_on_model_save": False,
         }
     if placement.params != "gpu":
-        size = sizes.weight_buffer_elements
-        zero["offload_param"] = away(
-            placement.params, buffer_count=sizes.weight_buffers, buffer_size=size, max_in_cpu=0
-        )
+        buffers = {"buffer_count": sizes.weight_buffers, "buffer_size": sizes.weight_buffer_elements, "max_in_cpu": 0}
+        zero["offload_param"] = away(placement.params, **buffers)
     return zero
 
 
@@ -233,12 +226,9 @@ class DeepSpeedEngine:
             for weights, decay in ((decayed, optim.weight_decay), (plain, 0.0))
             if weights
         ]
-        self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=module,
-            model_parameters=groups,
-            optimizer=None if "optimizer" in words else _device_optimizer(groups, optim),
-            config=words,
-        )
+        optimizer = None if "optimizer" in words else _device_optimizer(groups, optim)
+        made = deepspeed.initialize(model=module, model_parameters=groups, optimizer=optimizer, config=words)
+        self._engine, self._optimizer, _, _ = made
         place, group = 0, None
         if work.tensor > 1:
             from deepspeed.utils import groups as groups_of_ranks
@@ -329,11 +319,8 @@ class DeepSpeedEngine:
         if self._dtype is torch.float16:
             good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
             scale = LossScale(float(scaler.cur_scale), scaler.scale_window, good_steps)
-        state = EngineState(
-            optimizer_steps=steps,
-            weight_steps={name: steps - missed for name, missed in self._missed.items()},
-            loss_scale=scale,
-        )
+        of_weights = {name: steps - missed for name, missed in self._missed.items()}
+        state = EngineState(optimizer_steps=steps, weight_steps=of_weights, loss_scale=scale)
         self._link_moments()
         return BlockingSnapshot(state, self._trained, self._fixed, self._dtype, self._read, writes=self._rank == 0)
 
@@ -387,10 +374,8 @@ class DeepSpeedEngine:
                 whole.copy_(value)
             with _gathered(parameter) as whole:
                 if not torch.equal(whole.to(value.device), value):
-                    wrong = int((whole.to(value.device) != value).sum())
-                    raise TrainerError(
-                        f"{name}: {wrong} of {value.numel()} elements read back differently after they were written"
-                    )
+                    wrong = f"{int((whole.to(value.device) != value).sum())} of {value.numel()} elements"
+                    raise TrainerError(f"{name}: {wrong} read back differently after they were written")
         # With `pipeline_write`, setting a weight writes its sub-group asynchronously, and setting the next one reads it
         # from the drive again. Without this wait the first change could be lost (seen in 0.19.8).
         swapper: Any = getattr(self._optimizer, "optimizer_swapper", None)
@@ -398,9 +383,8 @@ class DeepSpeedEngine:
             swapper._complete_swap_out("async_swap_out")
 
     def _optimizer_steps(self) -> int:
-        return max(
-            (int(state["step"]) for state in self._optimizer.optimizer.state.values() if "step" in state), default=0
-        )
+        states = self._optimizer.optimizer.state.values()
+        return max((int(state["step"]) for state in states if "step" in state), default=0)
 
     def _make_moments(self, steps: int) -> None:
         """Create zero moments at step `steps`, which DeepSpeed would only create in its first update.
@@ -415,11 +399,8 @@ class DeepSpeedEngine:
         on_cpu = "ds_opt_adam" in vars(zero.optimizer)
         for flat in flats:
             count: Any = steps if on_cpu else torch.tensor(float(steps), device=flat.device)
-            zero.optimizer.state[flat] = {
-                "step": count,
-                "exp_avg": torch.zeros_like(flat.data),
-                "exp_avg_sq": torch.zeros_like(flat.data),
-            }
+            moments = {moment: torch.zeros_like(flat.data) for moment in MOMENTS}
+            zero.optimizer.state[flat] = {"step": count, **moments}
         self._link_moments()
         scratch = [torch.zeros(1) for _ in range(4)]
         for step in range(1, steps + 1) if on_cpu else ():
@@ -504,8 +485,7 @@ class Parts:
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """Join the shards of all ranks on every rank. All ranks of the group call it."""
-        dim = self.dims.get(name)
-        if dim is None:
+        if (dim := self.dims.get(name)) is None:
             return part
         parts = [torch.empty_like(part) for _ in range(self.count)]
         torch.distributed.all_gather(parts, part.contiguous(), group=self.group)

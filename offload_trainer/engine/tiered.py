@@ -302,11 +302,8 @@ def _device(units: Sequence[Unit], placement: Placement, *, itemsize: int) -> De
     # Threads of copies and of the update hand the interpreter over to the launching thread sooner than after 5 ms.
     sys.setswitchinterval(_SWITCH_SECONDS)
     largest = max(unit.stored_bytes(itemsize) for unit in units)
-    return CudaDevice(
-        torch.device("cuda", torch.cuda.current_device()),
-        staging_bytes=largest if placement.params == TierKind.DRIVES else 0,
-        stagings=2,
-    )
+    staging = largest if placement.params == TierKind.DRIVES else 0
+    return CudaDevice(torch.device("cuda", torch.cuda.current_device()), staging_bytes=staging, stagings=2)
 
 
 def _device_kernel(homes: TierMap, device: Device, kernel: Kernel, *, say: Say) -> Kernel:

@@ -166,8 +166,7 @@ def _attribute(block: Path | None, name: str) -> str:
 
 def _throttle(block: Path | None) -> str:
     """Return the limits of this process's cgroups on the disk, with which rates timed without them do not hold."""
-    number = _attribute(block, "dev")
-    found = []
+    number, found = _attribute(block, "dev"), list[str]()
     for root, path in _cgroups("blkio") if number else ():
         v1 = [f"blkio.throttle.{way}_bps_device" for way in ("read", "write")]
         for name in ["io.max"] if root == _CGROUPS else v1:

@@ -95,21 +95,19 @@ def refuse_unwritable() -> None:
 
 def with_cached_rates(machine: MachineProfile) -> MachineProfile:
     """Return the machine with its cached rates, and with notes on entries that cannot be used."""
-    notes, own = list[str](), rates_key(machine)
+    notes, own, file = list[str](), rates_key(machine), cache_file()
 
     def known(key: str, kind: type[Kind]) -> Kind | None:
         try:
             return as_kind(stored[key], kind) if key in stored else None
         except ValueError as error:
-            notes.append(
-                f"{cache_file()}, {shown(key)}: {error}; its speed is not known until it is timed again (bench)"
-            )
+            notes.append(f"{file}, {shown(key)}: {error}; its speed is not known until it is timed again (bench)")
             return None
 
     try:
         stored = _read()
     except ValueError as error:
-        notes.append(f"{cache_file()} cannot be read: {error}; no speed is known until it is timed again (bench)")
+        notes.append(f"{file} cannot be read: {error}; no speed is known until it is timed again (bench)")
         stored = {}
     rates, threads = known(own, Rates) or Rates(), threads_of_all_ranks(machine)
     every = range(1, (os.cpu_count() or 1) + 1)

@@ -92,9 +92,7 @@ class _Count:
         self._units_of = {module: units for module, units in used.items() if units}  # of the weights that it fetches
         self._unit_in = {parameter.untyped_storage()._cdata: name for parameter, name in unit.items()}
         # In an architecture that does not name its blocks they are the modules that transformers checkpoints.
-        self._blocks = blocks or [
-            n for n, m in self._model.named_modules() if isinstance(m, GradientCheckpointingLayer)
-        ]
+        self._blocks = blocks or [n for n, m in loss.model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
         self._modules = [self._model.get_submodule(name) for name in self._blocks]
         known: dict[Any, int] = {}
         self._kinds = [known.setdefault(_signature(block), len(known)) for block in self._modules]

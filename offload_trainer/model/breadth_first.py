@@ -54,8 +54,7 @@ class BreadthFirst:
         self._blocks: int | None = cuts.blocks if cuts else None
         self.only_hidden = True  # blocks have got one tensor that depends on weights, and have returned one like it
         for module in loss.model.modules():
-            checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-            if checkpoint is not None:
+            if (checkpoint := getattr(module, "_gradient_checkpointing_func", None)) is not None:
                 setattr(module, "_gradient_checkpointing_func", partial(_block, module, checkpoint))  # noqa: B010
 
     @contextmanager
@@ -349,8 +348,7 @@ def why_no_chain(model: PreTrainedModel, *, pipeline: bool = False) -> str:
     `pipeline`: different ranks compute the blocks, which must share nothing but hidden states.
     """
     name, text = type(model).__name__, model.config.get_text_config()
-    skipped = [key for key, value in vars(text).items() if "layerdrop" in key and value]
-    if skipped:
+    if skipped := [key for key, value in vars(text).items() if "layerdrop" in key and value]:
         return f"{name} skips blocks at random ({', '.join(skipped)})"
     if pipeline and adds_router_loss(model):
         return f"the loss of {name} has a part of the routers of all blocks (output_router_logits)"

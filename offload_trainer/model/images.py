@@ -97,9 +97,7 @@ def image_parts(
         least, per_token, why = _patches_of(model.config, type(model).__name__)
     else:
         least, per_token, why = patches, 0.0, "as image_patches says"
-    sizes = Counter(
-        size for weight in weights if weight.unit in blocks and len(weight.shape) == 2 for size in weight.shape
-    )
+    sizes = Counter(size for w in weights if w.unit in blocks and len(w.shape) == 2 for size in w.shape)
     widest = max((max(weight.shape) for weight in weights if weight.unit in units), default=0)
     return ImageParts(
         units=units,

@@ -68,18 +68,15 @@ def _with_memory(value: Any) -> Any:
 
 def meta_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Return the model on the meta device in fp32, with tied weights tied."""
+    own = copy.deepcopy(config)
     with torch.device("meta"):
-        return auto_class(config).from_config(
-            copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
-        )
+        return auto_class(config).from_config(own, dtype=torch.float32, trust_remote_code=trust_remote_code)
 
 
 def tied_names(model: PreTrainedModel) -> frozenset[str]:
     """Return the names of parameters that are tied to another name."""
-    ties = model.all_tied_weights_keys
-    return frozenset(
-        target for target, source in ties.items() if model.get_parameter(target) is model.get_parameter(source)
-    )
+    ties, get = model.all_tied_weights_keys, model.get_parameter
+    return frozenset(target for target, source in ties.items() if get(target) is get(source))
 
 
 def first_names(model: PreTrainedModel) -> dict[str, str]:

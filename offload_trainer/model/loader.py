@@ -83,11 +83,9 @@ class ModelSource:
         def compared(values: dict[str, Any]) -> dict[str, Any]:
             return {key: value for key, value in values.items() if key not in _NOT_COMPARED}
 
-        return {
-            "parameters": self.shape.parameters,
-            "initial weights": "random" if self.random else "the model's",
-            CONFIG: json.loads(self.config.to_json_string(use_diff=False), object_hook=compared),
-        }
+        values = json.loads(self.config.to_json_string(use_diff=False), object_hook=compared)
+        weights = "random" if self.random else "the model's"
+        return {"parameters": self.shape.parameters, "initial weights": weights, CONFIG: values}
 
     def build(
         self,
@@ -174,13 +172,7 @@ def checkpoint_blocks(model: PreTrainedModel, *, reentrant: bool, offload: bool 
     enable({"use_reentrant": reentrant}, **({"offload": True} if offload else {}))
 
 
-def resolve_model(
-    section: ModelSection,
-    *,
-    seed: int,
-    packed: bool = False,
-    image_patches: Patches = 0,
-) -> ModelSource:
+def resolve_model(section: ModelSection, *, seed: int, packed: bool = False, image_patches: Patches = 0) -> ModelSource:
     """Find the model that `section.name` refers to.
 
     `packed` is for rows of several documents: their memory is counted, and a model in which documents would influence
@@ -233,14 +225,8 @@ def resolve_model(
         with pretrained.opened_weights(directory, model) as found:
             notes = found.notes
     shape = model_shape(model, section, packed=packed, image_patches=image_patches if images else 0)
-    return ModelSource(
-        config=config,
-        shape=replace(shape, notes=(*shape.notes, *notes)),
-        section=section,
-        seed=seed,
-        directory=directory,
-        random=random,
-    )
+    shape = replace(shape, notes=(*shape.notes, *notes))
+    return ModelSource(config=config, shape=shape, section=section, seed=seed, directory=directory, random=random)
 
 
 def _directory(section: ModelSection) -> Path:

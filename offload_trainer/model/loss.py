@@ -16,10 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from offload_trainer.errors import UserError
-from offload_trainer.optim.cross_entropy import cross_entropy
+from offload_trainer.optim.cross_entropy import IGNORED, cross_entropy
 from offload_trainer.plan.shape import loss_pieces
-
-_IGNORED = -100  # torch's and transformers' label for targets that do not count
 
 
 class _Given(nn.Module):
@@ -113,7 +111,7 @@ class CausalLoss(nn.Module):
     def of(self, output: Any, targets: torch.Tensor, count: int | None = None) -> torch.Tensor:
         """Return the mean loss of what `run` returned."""
         flat = targets.flatten()
-        count = max(1, int((flat != _IGNORED).sum()) if count is None else count)
+        count = max(1, int((flat != IGNORED).sum()) if count is None else count)
         if self.whole:
             loss = cross_entropy(output.logits.flatten(0, 1), flat) / count
             return loss + output.loss if self._adds else loss

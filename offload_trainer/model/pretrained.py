@@ -156,8 +156,7 @@ def _group(
 ) -> Group:
     """Build a group; `members` are (source, converter pattern or None), `first` is the first resulting name."""
     sources = tuple(source for source, _ in members)
-    used = next((pattern for _, pattern in members if pattern is not None), None)
-    if used is None:
+    if (used := next((pattern for _, pattern in members if pattern is not None), None)) is None:
         return Group(sources, lambda read: {rename(first): read(sources[0])})
     converter = next(c for c in reversed(converters) if used in c.source_patterns)
 
@@ -194,8 +193,7 @@ def checkpoint_files(directory: Path, named: Any = None) -> list[Path]:
             return [path]
         fix = "It is no index of shards; save the weights again, or download them again"
         shards = sorted(set(read_back(path, ShardIndex, links=True, fix=fix).weight_map.values()))
-        missing = [shard for shard in shards if not (directory / shard).exists()]
-        if missing:
+        if missing := [shard for shard in shards if not (directory / shard).exists()]:
             raise UserError(f"{directory}: {name} names shards that are not there: {', '.join(missing)}")
         return [directory / shard for shard in shards]
     raise UserError(
@@ -252,26 +250,17 @@ def opened_weights(directory: Path, model: PreTrainedModel) -> Iterator[OpenedWe
         parameters, buffers = dict(model.named_parameters()), persistent_buffers(model)
         expected = {name: tuple(tensor.shape) for name, tensor in {**parameters, **buffers}.items()}
         names = {name: name for name in given if name in expected}
-        names |= {
-            other: name
-            for other, name in first_names(model).items()
-            if other in given and name in expected and name not in given
-        }
-        misshapen = [
-            f"{name} is {given[other]}, the model wants {expected[name]}"
-            for other, name in names.items()
-            if given[other] != expected[name]
-        ]
+        firsts = first_names(model).items()
+        names |= {other: name for other, name in firsts if other in given and name in expected and name not in given}
+        wrong = [(name, given[other]) for other, name in names.items() if given[other] != expected[name]]
+        misshapen = [f"{name} is {shape}, the model wants {expected[name]}" for name, shape in wrong]
         unused = _reported(unexpected, model)
         read = [key for group, each in zip(groups, made, strict=True) for key in group.sources if each.keys() - buffers]
         quantised = [key for key in read if not files[key].entries[key].dtype.is_floating_point]
         if getattr(model.config, "quantization_config", None):
             quantised += unused
-        problems = {
-            "missing": [name for name in expected if name not in names.values()],
-            "misshapen": misshapen,
-            "quantised, which is not read here": quantised,
-        }
+        missing = [name for name in expected if name not in names.values()]
+        problems = {"missing": missing, "misshapen": misshapen, "quantised, which is not read here": quantised}
         if any(problems.values()):
             problems["unexpected"] = unused
             lines = [f"{title}: {', '.join(found)}" for title, found in problems.items() if found]

@@ -52,8 +52,7 @@ def model_shape(
         except re.error as error:
             raise UserError(f"model.freeze: {text!r} is not a regular expression: {error}") from error
     names = [name for name, _ in model.named_parameters()]
-    idle = [pattern.pattern for pattern in patterns if not any(pattern.search(name) for name in names)]
-    if idle:
+    if idle := [pattern.pattern for pattern in patterns if not any(pattern.search(name) for name in names)]:
         raise UserError(f"model.freeze: no parameter matches {', '.join(map(repr, idle))}; the first is {names[0]}")
     if section.activation_checkpointing not in ("auto", "off") and not model.supports_gradient_checkpointing:
         raise UserError(

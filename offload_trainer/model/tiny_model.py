@@ -17,17 +17,12 @@ from offload_trainer.safe_files import one_line
 
 VOCABULARY, POSITIONS, HIDDEN, HEADS = 211, 64, 32, 4
 
-_LAYERS = re.compile(
-    r"^(num_hidden_layers|n_layers?|num_layers|num_(de|en)coder_layers|(de|en)coder_layers|num_blocks)$"
-)
+_LAYERS = re.compile(r"^(num_hidden_layers|n_layers?|num_layers|(num_)?(de|en)coder_layers|num_blocks)$")
 # The first rule whose pattern is found in a key gives the maximum of that key's number.
 _RULES: tuple[tuple[str, int], ...] = (
     (r"token_id$|_index$|^seed$", 10**9),
     (r"vocab", VOCABULARY),
-    (
-        r"position_bias_max_distance|positions|position_embeddings$|context_length|n_ctx|max_seq_len|model_max_length",
-        POSITIONS,
-    ),
+    (r"position(s|_bias_max_distance|_embeddings$)|context_length|n_ctx|max_seq_len|model_max_length", POSITIONS),
     (r"experts_per_tok|moe_(topk|k)$|topk_group|top_k_experts|zero_expert|n_group$|expert_group", 2),
     (r"experts?$", 8),
     (r"kv_heads|key_value_heads|query_groups|linear_num_key_heads", 2),
@@ -66,8 +61,7 @@ def try_on_tiny_model(model: PreTrainedModel, trial: Callable[[PreTrainedModel],
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             tiny = type(model)._from_config(config, dtype=torch.float32).eval()
-            missing = {type(m).__name__ for m in model.modules()} - {type(m).__name__ for m in tiny.modules()}
-            if missing:
+            if missing := {type(m).__name__ for m in model.modules()} - {type(m).__name__ for m in tiny.modules()}:
                 raise ValueError(f"it has no {', '.join(sorted(missing))}")
             with torch.no_grad():
                 for parameter in tiny.parameters():
@@ -119,8 +113,7 @@ def _number(key: str, value: int) -> int:
 
 def _layers(held: dict[str, Any]) -> dict[str, Any]:
     """Return the layer counts, and the lists with an item per layer, reduced to one layer of each kind."""
-    counts = {key: value for key, value in held.items() if isinstance(value, int) and _LAYERS.search(key)}
-    if not counts:
+    if not (counts := {key: value for key, value in held.items() if isinstance(value, int) and _LAYERS.search(key)}):
         return {}
     count = max(counts.values())
     lists = {k: list(v) for k, v in held.items() if isinstance(v, list | tuple) and len(v) == count and count > 2}

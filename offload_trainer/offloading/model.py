@@ -90,9 +90,8 @@ class OffloadedModel:
 
     def _watch_gradients(self, stack: ExitStack) -> None:
         """Register hooks that collect gradients and, on a CPU, hooks that return freed memory to the system."""
-        hooks = [
-            use.register_post_accumulate_grad_hook(self._collect(n)) for n in self.trained for use in self.parameters[n]
-        ]
+        uses = [(name, use) for name in self.trained for use in self.parameters[name]]
+        hooks = [use.register_post_accumulate_grad_hook(self._collect(name)) for name, use in uses]
         if not self._device.is_cuda:
             # glibc up to 2.37 cuts each aligned allocation out of a larger one and does not reuse the holes. A forward
             # through 24 blocks of GPT-2 leaves 570 MB of them, beside the largest tensors: the loss and the embeddings'
@@ -548,7 +547,6 @@ class Activations:
             self._prefetched[number] = self._fetch(self._kept[number])
 
     def _fetch(self, kept: _SavedInput) -> tuple[torch.Tensor, DeviceCopy]:
-        """Start copying an input to the device."""
         values, after = torch.empty_like(kept.values, device=self._device.place), self._device.mark()
         arrival, read = self._device.copy_back(kept.values, values, after=after, ready=kept.filled)
         self._free[kept.number] = together([self._free[kept.number], read])

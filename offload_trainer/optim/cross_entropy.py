@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from offload_trainer.plan.shape import LOSS_PIECES
 
-_IGNORED = -100
+IGNORED = -100  # torch's and transformers' label for targets that do not count
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -26,7 +26,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         parts = zip(logits.chunk(pieces), columns.chunk(pieces), strict=True)
         chosen = torch.cat([_log_softmax(rows).gather(1, column) for rows, column in parts])
         # torch's own sum over the rows, with its order of additions
-        return functional.nll_loss(chosen, targets.clamp(max=0), ignore_index=_IGNORED, reduction="sum")
+        return functional.nll_loss(chosen, targets.clamp(max=0), ignore_index=IGNORED, reduction="sum")
 
     @staticmethod
     @once_differentiable
@@ -34,7 +34,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         logits, targets = ctx.saved_tensors
         of_logits = torch.empty_like(logits)
         columns = targets.clamp(min=0)[:, None]
-        of_chosen = torch.where(targets != _IGNORED, -gradient, 0.0)[:, None]
+        of_chosen = torch.where(targets != IGNORED, -gradient, 0.0)[:, None]
         parts = (tensor.chunk(ctx.pieces) for tensor in (of_logits, logits, columns, of_chosen))
         for into, rows, column, of_row in zip(*parts, strict=True):
             into.copy_(_gradient(rows, column, of_row))

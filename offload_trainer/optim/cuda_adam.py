@@ -108,14 +108,9 @@ class CudaKernel:
         if self.place.type == "cuda":  # from pinned memory, so that the copy waits for nothing
             numbers = numbers.pin_memory().to(self.place, non_blocking=True)
         with torch.cuda.device_of(numbers):
-            self._function[(-(-blocks // self._rows),)](
-                numbers,
-                *given,
-                *self._tables,
-                **constants(whole=end % BLOCK_8BIT == 0, rows=self._rows),
-                num_warps=4,
-                enable_fp_fusion=False,
-            )
+            sizes = constants(whole=end % BLOCK_8BIT == 0, rows=self._rows)
+            launch = self._function[(-(-blocks // self._rows),)]
+            launch(numbers, *given, *self._tables, **sizes, num_warps=4, enable_fp_fusion=False)
 
     def add_gradient(self, sums: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
         """Add `values` to `sums` (fp32), both 1-D on the device, and return the new sums' ordered norm (0-dim)."""

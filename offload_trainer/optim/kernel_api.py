@@ -86,11 +86,8 @@ class Kernel(Protocol):
 
 def clip_ranges(ranges: Sequence[ParamRange], start: int, end: int) -> list[ParamRange]:
     """Clip the ranges to [start, end) and return them relative to `start`."""
-    return [
-        replace(part, start=max(part.start, start) - start, end=min(part.end, end) - start)
-        for part in ranges
-        if part.start < end and part.end > start
-    ]
+    inside = (part for part in ranges if part.start < end and part.end > start)
+    return [replace(part, start=max(part.start, start) - start, end=min(part.end, end) - start) for part in inside]
 
 
 # CRC-32 with zlib's polynomial, without the inversions before and after, so that bytes that are all zero have the

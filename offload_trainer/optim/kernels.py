@@ -1,7 +1,6 @@
 """Choose the CPU update kernel, and check that compiled kernels give the same bits as torch's."""
 
 import functools
-from collections.abc import Mapping
 from itertools import product
 
 import torch
@@ -118,8 +117,10 @@ def matches_bitwise(kernel: Kernel, *, gpu: torch.device | None = None) -> bool:
         results = []
         for candidate, place, pages in ((kernel, gpu or "cpu", count), (TorchKernel(), "cpu", 1)):
             fields = {name: tensor.to(place, copy=True) for name, tensor in page.items()}
-            if pages > 1:
-                fields = as_pages(fields, pages)
+            if pages > 1:  # equal ones, which follow each other in memory
+                rows = [tensor.view(pages, -1).view(torch.uint8) for tensor in fields.values()]
+                columns = torch.cat(rows, dim=1).split([row.shape[1] for row in rows], dim=1)
+                fields = {name: part.view(page[name].dtype) for name, part in zip(fields, columns, strict=True)}
             out = torch.zeros(n, dtype=of_weights, device=place)
             given = grad.to(place, of_gradients, copy=True)
             candidate.update_page(PageUpdate(fields, given, out, parts, format, 0.37, Noise(1, 2), 3, 2**32 - 4096))
@@ -127,13 +128,6 @@ def matches_bitwise(kernel: Kernel, *, gpu: torch.device | None = None) -> bool:
         if not all(map(torch.equal, *results)):
             return False
     return True
-
-
-def as_pages(fields: Mapping[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
-    """Return the fields of one page as those of `count` equal pages, which follow each other in memory."""
-    rows = [tensor.view(count, -1).view(torch.uint8) for tensor in fields.values()]
-    columns = torch.cat(rows, dim=1).split([row.shape[1] for row in rows], dim=1)
-    return {name: part.view(tensor.dtype) for (name, tensor), part in zip(fields.items(), columns, strict=True)}
 
 
 def random_page(n: int, format: StateFormat) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

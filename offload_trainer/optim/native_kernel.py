@@ -135,10 +135,8 @@ class NativeKernel:
 
     def muon_step(self, hyper: Muon, master: torch.Tensor, orthogonal: torch.Tensor, out: torch.Tensor | None) -> None:
         to = (None, TYPES[None]) if out is None else (out.data_ptr(), TYPES[out.dtype])
-        rates = hyper.keep, -hyper.adjusted_lr
-        self._functions.muon_step(
-            master.data_ptr(), orthogonal.data_ptr(), *to, master.numel(), *rates, torch.get_num_threads()
-        )
+        tensors = master.data_ptr(), orthogonal.data_ptr(), *to, master.numel()
+        self._functions.muon_step(*tensors, hyper.keep, -hyper.adjusted_lr, torch.get_num_threads())
 
 
 class _Part(ctypes.Structure):  # adam.cpp

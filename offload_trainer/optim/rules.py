@@ -145,17 +145,9 @@ def step_constants(hyper: AdamW, *, scale: float, step: int) -> AdamStep:
     keep = 1 - hyper.lr * hyper.decay
     if math.isfinite(hyper.lr) and math.isfinite(hyper.decay):
         keep = float(1 - Fraction(hyper.lr) * Fraction(hyper.decay))
-    return AdamStep(
-        scale,
-        keep,
-        lerp.factor,
-        lerp.from_end,
-        beta2,
-        1 - beta2,
-        (1 - beta2**step) ** 0.5,
-        hyper.eps,
-        -(hyper.lr / (1 - beta1**step)),
-    )
+    factors = lerp.factor, lerp.from_end, beta2, 1 - beta2
+    root_correction, minus_step_size = (1 - beta2**step) ** 0.5, -(hyper.lr / (1 - beta1**step))
+    return AdamStep(scale, keep, *factors, root_correction, hyper.eps, minus_step_size)
 
 
 def adamw_of(group: Mapping[str, Any]) -> AdamW:

@@ -183,8 +183,7 @@ class StoredKind:
         self._file = stack.enter_context(TensorFileReader(directory / f"{kind}.safetensors"))
         self.dtypes = {entry.dtype for entry in self._file.entries.values()}  # of the stored values
         held = {name: entry.shape for name, entry in self._file.entries.items()}
-        wrong = [name for name in {**held, **shapes} if held.get(name) != shapes.get(name)]
-        if wrong:
+        if wrong := [name for name in {**held, **shapes} if held.get(name) != shapes.get(name)]:
             listing = ", ".join(f"{n} (file {held.get(n)}, model {shapes.get(n)})" for n in sorted(wrong)[:5])
             raise UserError(f"{self._file.path}: {len(wrong)} weights do not fit this model: {listing}")
         scales = directory / f"{scales_of(kind)}.safetensors"

@@ -282,10 +282,8 @@ class DeepSpeedCandidate:
         if self.work.checkpoints == 0:
             yield "no checkpoints (--save-every 0): a killed run starts over; weights are exported at the end"
         if self.work.tensor > 1:
-            yield (
-                f"parallel.tensor={self.work.tensor}: {self.work.data} data-parallel group(s); the activations that "
-                "AutoTP stores were measured only on a CPU"
-            )
+            groups = f"parallel.tensor={self.work.tensor}: {self.work.data} data-parallel group(s)"
+            yield f"{groups}; the activations that AutoTP stores were measured only on a CPU"
 
     @property
     def items(self) -> list[Item]:

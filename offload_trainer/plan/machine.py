@@ -20,8 +20,6 @@ from pydantic import Field
 from offload_trainer.errors import UserError
 from offload_trainer.safe_files import Count, Flag, Line, Number, as_kind, exact_record, parsed, read_back
 
-_ASSUMED_RATE = 200e6  # bytes/s of a drive that was not timed
-
 Origin = Literal["measured", "specified", "assumed"]
 Speed = Annotated[Number, Field(ge=1, le=1e24)]
 Several = Annotated[Count, Field(ge=1)]
@@ -159,7 +157,7 @@ class MachineProfile:
         """Return the bytes per second read from and written to a drive alone; 200 MB/s each if it was not timed."""
         same = [one.rates for one in self.drives if one.rates and drive.disk and one.disk == drive.disk]
         rates = drive.rates or next(iter(same), None)
-        return (rates.read.value, rates.write.value) if rates else (_ASSUMED_RATE, _ASSUMED_RATE)
+        return (rates.read.value, rates.write.value) if rates else (200e6, 200e6)
 
     def lacks(self, package: str) -> bool:
         """Return whether `package` is known to be missing on the machine."""
@@ -201,9 +199,8 @@ def describe_rates(machine: MachineProfile) -> str:
         lines += _line_of(name.replace("_", " "), getattr(rates, name), 1e9, "GB/s")
     lines += describe_links(machine.links)
     for drive in (one for one in machine.drives if one.rates is not None):
-        lines.append(
-            f"{drive.directory}: {drive.filesystem} on {drive.disk or 'no block device'} {drive.throttle}".rstrip()
-        )
+        where = f"{drive.filesystem} on {drive.disk or 'no block device'} {drive.throttle}"
+        lines.append(f"{drive.directory}: {where}".rstrip())
         for name, told in (("read", "alone"), ("write", "alone"), ("mixed_read", "both"), ("mixed_write", "both")):
             lines += _line_of(f"{name.removeprefix('mixed_')}, {told}", getattr(drive.rates, name), 1e9, "GB/s")
     return "\n".join(lines)
@@ -248,8 +245,7 @@ def card_mistakes(machine: MachineProfile, *, dtype: str) -> Iterator[tuple[str,
 
 def runs(code: str, capability: tuple[int, int]) -> bool:
     """Return whether a GPU of this capability can run `code`, an entry of torch.cuda.get_arch_list()."""
-    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", code)
-    if not found:
+    if not (found := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", code)):
         return True  # an unknown kind of entry is not a reason to refuse the GPU
     kind, major, minor, only = found[1], int(found[2]), int(found[3]), found[4]
     if only == "a":

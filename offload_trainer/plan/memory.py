@@ -264,10 +264,8 @@ def peak_of(
 def divided(counted: Activations, tensor: int) -> Activations:
     """Return the activations of one tensor-parallel rank: 1 / T inside blocks, except for two whole hidden states."""
     whole = Growth(token=(1 - 1 / tensor) * 2 * counted.hidden.token)
-    inside = [
-        kind.each(lambda one: Growth(*(value / tensor for value in one.values())) + whole) for kind in counted.kinds
-    ]
-    return replace(counted, kinds=tuple(inside))
+    kinds = [part.each(lambda one: Growth(*(size / tensor for size in one.values())) + whole) for part in counted.kinds]
+    return replace(counted, kinds=tuple(kinds))
 
 
 # -- the parts of a model that only images pass through: architectures differ in their image inputs, so these parts are

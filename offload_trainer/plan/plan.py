@@ -138,8 +138,7 @@ class Plan:
         for told, into in (*((note, last) for note in notes), *((one, lines) for one in rejected)):
             if len(lines) + len(last) + len(folded := fold(told)) < _LINES:  # rejections go first where room is short
                 into += folded
-        more = "  more: all items and rejections: `offload-train plan ... --explain`"
-        return "\n".join([*lines, *last, more])
+        return "\n".join([*lines, *last, "  more: all items and rejections: `offload-train plan ... --explain`"])
 
     def _describe_tiers(self, *, full: bool) -> list[str]:
         """Return a line for each tier, with its largest items or with `full` a line for each; then what cannot fit."""
@@ -165,8 +164,7 @@ class Plan:
             elif items:
                 largest = sorted(items, key=lambda item: -item.bytes)[:_MOST]
                 lines[-1] += f": {'; '.join(f'{item.name} {format_bytes(item.bytes)}' for item in largest)}"
-        lines += [f"  {self.too_large}"] if self.too_large else []
-        return lines
+        return [*lines, *([f"  {self.too_large}"] if self.too_large else [])]
 
     def _describe_seconds(self, steps: int | None) -> list[str]:
         """Return the seconds of a step, of its phases and of the run, what limits each phase, and what would change.

@@ -225,9 +225,7 @@ def _choose(plans: Sequence[tuple[str, Plan]], *, untimed: str = "") -> Plan:
     fitting = [plan for _, plan in plans if plan.fits]
     known = [plan.forecast.step for plan in fitting if plan.forecast.step is not None]
     if not fitting:
-        _, chosen = min(
-            plans, key=lambda one: sum(max(0, tier["need"] - tier["have"]) for tier in one[1].tiers.values())
-        )
+        _, chosen = min(plans, key=lambda one: sum(max(0, t["need"] - t["have"]) for t in one[1].tiers.values()))
     elif len(known) < len(fitting):
         chosen = fitting[0]
     else:
@@ -243,11 +241,10 @@ def _why_not(plan: Plan, chosen: Plan) -> str:
         return "; ".join(plan.shortfalls())
     if step is None or best is None:
         return ""
+    takes = f"fits, but a step takes {format_seconds(step)}"
     if step >= 1.01 * best:
-        return f"fits, but a step takes {format_seconds(step)}, {step / best - 1:.0%} longer"
-    return (
-        f"fits, but a step takes {format_seconds(step)}, less than {_ALIKE - 1:.0%} faster, and forecasts are inexact"
-    )
+        return f"{takes}, {step / best - 1:.0%} longer"
+    return f"{takes}, less than {_ALIKE - 1:.0%} faster, and forecasts are inexact"
 
 
 def _faster_formats(engine: Engine, plan: Plan, work: Workload, machine: MachineProfile) -> Iterator[tuple[float, str]]:
@@ -283,10 +280,8 @@ def _too_large(work: Workload, machine: MachineProfile) -> str:
     if size <= room:
         return ""
     name = f"the block {largest.name}" if largest.block else largest.name
-    where = "a GPU has room for" if gpu else "RAM has room for"
-    return (
-        f"{name} alone has {format_bytes(size)} of weights, {where} {format_bytes(room)}, and it is fetched as a whole"
-    )
+    has = f"{'a GPU' if gpu else 'RAM'} has room for {format_bytes(room)}"
+    return f"{name} alone has {format_bytes(size)} of weights, {has}, and it is fetched as a whole"
 
 
 # -- a step of the configuration, and the plan of one candidate -------------------------------------------------------
@@ -426,26 +421,23 @@ def any_placement_fits(
 
 # -- values of `auto` that need no comparison of plans: dtype and checkpointing ----------------------------------------
 
-CHECKPOINTING_FROM = 100_000_000  # parameters; below, recomputation costs more than the activations it saves
-
 
 def checkpointed_blocks(section: ModelSection, shape: ModelShape, *, all_if_auto: bool = False) -> int:
     """Return how many blocks are checkpointed, unless the plan chooses for `auto`: the first N, all or none.
 
-    `auto` means all from 1e8 parameters on, or with `all_if_auto`, if the architecture supports it. Raises UserError if
-    the model has fewer blocks, or cannot checkpoint only some of them.
+    `auto` means all from 1e8 parameters on (below, recomputation costs more than it saves) or with `all_if_auto`, if
+    the architecture supports it. Raises UserError if the model has fewer blocks, or cannot checkpoint some of them.
     """
-    setting, large = section.activation_checkpointing, all_if_auto or shape.parameters >= CHECKPOINTING_FROM
+    setting, large = section.activation_checkpointing, all_if_auto or shape.parameters >= 100_000_000
+    name = f"model.activation_checkpointing={setting}"
     if not isinstance(setting, int):
         return shape.layers if setting == "on" or (setting == "auto" and large and shape.can_checkpoint) else 0
     if setting > shape.layers:
-        raise UserError(
-            f"model.activation_checkpointing={setting}: the model has {shape.layers} blocks; use on for all"
-        )
+        raise UserError(f"{name}: the model has {shape.layers} blocks; use on for all")
     if setting < shape.layers and not shape.can_checkpoint_some:
         raise UserError(
-            f"model.activation_checkpointing={setting}: this model checkpoints all of its blocks or none in "
-            "transformers, or what a single block keeps could not be counted; use on or off"
+            f"{name}: this model checkpoints all of its blocks or none in transformers, or what a single block keeps "
+            "could not be counted; use on or off"
         )
     return setting
 
@@ -485,17 +477,15 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
     }
     found |= dict.fromkeys(mistakes_of_length(optim, steps=train.steps) if train.epochs == "auto" else [], True)
     stream = next((path for path in data.path if path.startswith(STREAM)), "")
-    weights, texts = len(data.mixture), len(data.path)
+    shares, texts = len(data.mixture), len(data.path)
     validation = next((path for path in data.validation_path if path.startswith(STREAM)), "")
     found |= {
         f"{stream}: a stream is neither mixed nor joined with other text: let it be the only --data": (
-            stream and texts + weights > 1
+            stream and texts + shares > 1
         ),
         f"{validation}: validation text is not streamed: name hub:OWNER/NAME:SPLIT or a path": validation,
-        f"data.mixture has {weights} weights, and data.path {texts} texts: give one for each": (
-            weights not in (0, texts)
-        ),
-        "data.mixture needs shuffled rows: leave data.shuffle=false out": bool(weights) and not data.shuffle,
+        f"data.mixture has {shares} weights, and data.path {texts} texts: give one for each": shares not in (0, texts),
+        "data.mixture needs shuffled rows: leave data.shuffle=false out": bool(shares) and not data.shuffle,
         f"data.shuffle={data.shuffle} is for --data stream:NAME; all rows of other data are shuffled: leave it out": (
             data.shuffled_block and not data.streamed
         ),
@@ -542,8 +532,7 @@ def _settings_of_others(engine: Engine, config: TrainConfig) -> list[str]:
     other = "deepspeed" if isinstance(engine, Tiered) else "tiered"
     keys = getattr(config, other)
     if keys != type(keys)():
-        words = f"{other}.* keys with --engine {engine.name}, which does not read them"
-        mistakes.append(f"{words}: add --engine {other}")
+        mistakes.append(f"{other}.* keys with --engine {engine.name}, which does not read them: add --engine {other}")
     return mistakes
 
 

@@ -208,8 +208,6 @@ def tokens_that_hide_the_update(found: Forecast, *, tokens: int) -> int | None:
 
 # -- computation: a count per token (`ModelShape`) divided by a measured rate
 
-_OF_MATMUL = 0.8  # share of the matrix product rate that a whole model reaches on a GPU, if nothing else was measured
-
 # What is counted of one token: floating-point operations of products and of attention, values that elementwise layers
 # process, and logits of the loss; and of each micro-batch, the elements of large gradients ("tables").
 _COUNTS = ("products", "attention", "values", "loss", "tables")
@@ -230,8 +228,7 @@ def computing_bounds(work: Workload, machine: MachineProfile) -> list[Bound]:
 
 def _seconds_of_token(work: Workload, machine: MachineProfile) -> tuple[float, float] | None:
     """Return the seconds of a token's forward and backward on one GPU or all cores; None if no rate is known."""
-    timed = stands_for(work.dtype, machine)
-    if timed is None:
+    if (timed := stands_for(work.dtype, machine)) is None:
         return None
     again, forward, backward = _work_of_token(work)
     seconds = partial(_seconds, machine=machine, timed=timed, tokens=work.micro_batch * work.seq_len)
@@ -327,9 +324,8 @@ def _seconds(work: dict[str, float], *, machine: MachineProfile, timed: str, pha
     rates, products = machine.rates.layers, machine.rates.matmul[timed].value
     seconds = work["products"] / products
     for part in ("attention", "values", "loss"):
-        rate = rates.get(layer_key(timed, part, phase))
-        if rate is None:
-            return (work["products"] + work["attention"]) / (_OF_MATMUL * products)
+        if (rate := rates.get(layer_key(timed, part, phase))) is None:  # a whole model reaches 80 % on a GPU
+            return (work["products"] + work["attention"]) / (0.8 * products)
         seconds += work[part] / rate.value
     for part, whole in (("weights", work["products"] / 2), ("tables", work["tables"])):
         if rate := rates.get(layer_key(timed, part, phase)):
@@ -364,8 +360,7 @@ def seconds_of_matrices(model: ModelShape, machine: MachineProfile) -> float | N
     Pages that the CPU updates move each matrix to the GPU and back with 16 bits an element, which is not overlapped.
     """
     rates = machine.rates
-    timed = rates.layers.get(RATE) or rates.matmul.get(stands_for("bf16", machine) or "")
-    if timed is None:
+    if (timed := rates.layers.get(RATE) or rates.matmul.get(stands_for("bf16", machine) or "")) is None:
         return None
     matrices = [(weight.numel, weight.matrix) for weight in model.weights if weight.matrix]
     seconds = sum((count // prod(shape) * products_of(shape) / timed.value for count, shape in matrices), start=0.0)

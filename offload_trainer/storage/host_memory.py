@@ -113,8 +113,7 @@ def pin(buffer: torch.Tensor) -> None:
     """Register a buffer with CUDA as pinned memory while its storage lives. Raises TrainerError if CUDA refuses."""
     address, size = buffer.data_ptr(), buffer.numel()
     runtime = torch.cuda.cudart()
-    code = int(runtime.cudaHostRegister(address, size, 0))
-    if code:
+    if code := int(runtime.cudaHostRegister(address, size, 0)):
         raise TrainerError(
             f"CUDA cannot pin {format_bytes(size)} of host memory (error {code}): too little is free, or the driver "
             "allows no more, as under WSL2; keep less in RAM (--ram-fraction, --params nvme)"

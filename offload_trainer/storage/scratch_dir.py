@@ -146,10 +146,8 @@ def _need_for(folder: Path) -> tuple[Path | None, bool]:
     try:
         listed = Path(file_bytes(folder / _FOR, most=_LONGEST).decode())
         return listed, not os.path.exists(listed) or folder.resolve() in named_in(listed)
-    except FileNotFoundError:
-        return listed, False
-    except (OSError, ValueError):
-        return listed, True
+    except (OSError, ValueError) as error:
+        return listed, not isinstance(error, FileNotFoundError)
 
 
 def _dead_in(drive: Path, own: Path | None = None) -> Iterator[tuple[Path, Path | None, bool]]:

@@ -155,11 +155,8 @@ def _laid_out(entries: Sequence[TensorEntry]) -> tuple[bytes, dict[str, int], in
     starts, offset = {}, 0
     for entry in entries:
         starts[entry.name] = offset
-        header[entry.name] = {
-            "dtype": SAFETENSORS_DTYPES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [offset, offset + entry.bytes],
-        }
+        dtype, ends = SAFETENSORS_DTYPES[entry.dtype], [offset, offset + entry.bytes]
+        header[entry.name] = {"dtype": dtype, "shape": list(entry.shape), "data_offsets": ends}
         offset += entry.bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # pad so that the data is aligned to 8 bytes
@@ -197,12 +194,9 @@ class TensorFileReader:
         length = int.from_bytes(self._file.read(8), "little")
         header = json.loads(self._file.read(length))
         header.pop("__metadata__", None)
-        unknown = {name: about["dtype"] for name, about in header.items() if about["dtype"] not in _NAMES}
-        if unknown:
-            name, dtype = next(iter(unknown.items()))
-            raise UserError(
-                f"{path}: {len(unknown)} tensors are in {dtype} (the first: {name}), which is not read here"
-            )
+        if others := {name: about["dtype"] for name, about in header.items() if about["dtype"] not in _NAMES}:
+            name, dtype = next(iter(others.items()))
+            raise UserError(f"{path}: {len(others)} tensors are in {dtype} (the first: {name}), which is not read here")
         self.entries = {
             name: TensorEntry(name, _NAMES[about["dtype"]], tuple(about["shape"])) for name, about in header.items()
         }

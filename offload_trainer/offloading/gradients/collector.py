@@ -170,8 +170,7 @@ class Gradients:
 
     def add(self, name: str, gradient: torch.Tensor, *, last: bool) -> None:
         """Add a gradient of one use of a weight, asynchronously; in the `last` micro-batch the sum is measured."""
-        flat = self._intake.add(name, gradient)
-        if flat is not None:
+        if (flat := self._intake.add(name, gradient)) is not None:
             self._add(name, flat, last=last)
 
     def end_of_backward(self, *, last: bool) -> None:
@@ -324,8 +323,7 @@ class Gradients:
             if name not in self._norms:  # the last micro-batch did not use the weight
                 self._norms[name] = self._norm_of_sum(name, self.sums(name))
         norms = {name: self._norms[name] for name in arrived}
-        far = [name for name, norm in norms.items() if norm.device.type != "cpu"]
-        if far:
+        if far := [name for name, norm in norms.items() if norm.device.type != "cpu"]:
             norms |= zip(far, torch.stack([norms[name] for name in far]).cpu(), strict=True)
         return norms if self._node.world == 1 else self._intake.norms_of_all(norms, order=self._order, node=self._node)
 

@@ -85,6 +85,7 @@ def manifest_of(
     run: str,
 ) -> StoreManifest:
     """Return the manifest of the files of `drives`: the pages in them, and the weights."""
+    places = [(place.weight, unit.index, place.start) for unit in units for place in unit.places]
     return StoreManifest(
         run=run,
         drives=[str(drive.resolve()) for drive in drives],
@@ -92,11 +93,7 @@ def manifest_of(
         states=format.moments.name,
         masters=format.masters.name,
         pages=list(pages),
-        weights=[
-            ManifestWeight(place.weight.name, place.weight.shape, unit.index, place.start)
-            for unit in units
-            for place in unit.places
-        ],
+        weights=[ManifestWeight(weight.name, weight.shape, unit, start) for weight, unit, start in places],
         model=str(model.resolve()),
     )
 
@@ -260,8 +257,7 @@ class Record:
 
 def read_record(path: Path, *, most: int) -> bytes:
     """Return the newest valid record. Raises ValueError if neither slot is valid, and FileNotFoundError."""
-    found = _records(path, _slot(most))
-    if not found:
+    if not (found := _records(path, _slot(most))):
         raise ValueError("neither of its two slots is whole")
     return max(found)[1]
 

@@ -26,7 +26,7 @@ from offload_trainer.optim.state_files import (
     write_engine_state,
     write_file,
 )
-from offload_trainer.plan.tiered.layout import Place, Unit
+from offload_trainer.plan.tiered.layout import Unit
 from offload_trainer.plan.tiered.state_formats import KINDS, MOMENTS
 from offload_trainer.ranks import ALONE, Group
 from offload_trainer.storage.atomic_io import StoredFile
@@ -41,9 +41,7 @@ class TieredState:
     ) -> None:
         """Index the weights of `units`; `numbers` are the pages that this rank updates, in order."""
         self.units, self.store, self.weights, self._numbers = units, store, weights, numbers
-        self.places: dict[str, tuple[Unit, Place]] = {
-            place.weight.name: (unit, place) for unit in units for place in unit.places
-        }
+        self.places = {place.weight.name: (unit, place) for unit in units for place in unit.places}
         held = {name: place.weight for name, (_, place) in self.places.items()}
         self.trained = [name for name, weight in held.items() if weight.trainable]
         self.fixed = {name: weight.shape for name, weight in held.items() if not weight.trainable}

@@ -278,8 +278,7 @@ class PageStore:
 
     def _masters(self, number: int, *, modify: bool) -> torch.Tensor:
         """Return a page's masters: in memory, or a copy that `flush` writes if it is to `modify`."""
-        inside = self.in_memory(number)
-        if inside is None:
+        if (inside := self.in_memory(number)) is None:
             inside = self.on_device(number)
         if inside is None:
             key = number, self.copies.newest(number)

@@ -147,5 +147,4 @@ class Cuts:
 
 
 def _generators() -> list[torch.Tensor]:
-    """Return the states of torch's generators."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]

@@ -97,8 +97,7 @@ class Node:
 
     def group(self, *, in_step: bool = True) -> ranks.Group:
         """Return separate connections between these ranks, for one thread of each. Collective."""
-        group: ranks.Group = ranks.group_of(self._groups, in_step=in_step)
-        return group
+        return ranks.group_of(self._groups, in_step=in_step)
 
     def exchange(self) -> Exchange:
         """Return `ranks.exchange_numbers` over separate connections, for one thread of each rank. Collective."""

@@ -98,8 +98,7 @@ class ShardedGradients:
         self._last = last
         if name not in self._intake.place:
             raise TrainerError(f"several ranks have gradients of {name}: leave parallel.pipeline out")
-        flat = self._intake.add(name, gradient)
-        if flat is not None:
+        if (flat := self._intake.add(name, gradient)) is not None:
             self._collect(name, flat)
 
     def _collect(self, name: str, flat: torch.Tensor) -> None:

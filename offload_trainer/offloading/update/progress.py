@@ -117,8 +117,7 @@ class UpdateProgress:
 
     def wait(self, unit: int) -> None:
         """Wait for the unit's new weights; raise the update's error."""
-        future = self._units.get(unit)
-        if future is not None:
+        if (future := self._units.get(unit)) is not None:
             self._wait(future)
 
     def wait_for_weights(self) -> None:

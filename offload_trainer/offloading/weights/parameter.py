@@ -478,8 +478,7 @@ def _run_on_read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     read: _Read = []
 
     def values_of(given: LazyWeight) -> torch.Tensor:
-        values = next((values for stored, values, _ in read if stored is given), None)
-        if values is None:
+        if (values := next((values for stored, values, _ in read if stored is given), None)) is None:
             with torch.inference_mode(False):  # only other tensors have a version counter, which detects writes
                 values = given.read()
             read.append((given, values, values._version))

@@ -254,7 +254,6 @@ def _table(device: torch.device) -> torch.Tensor:
 
 @cache
 def _bitsandbytes(format: str) -> ModuleType:
-    """Import bitsandbytes.functional. Raises TrainerError if it cannot be imported."""
     try:
         from bitsandbytes import functional
     except Exception as error:  # its import loads a compiled library, and may raise anything

@@ -169,8 +169,7 @@ class WeightPrefetcher:
         """Protect a checkpointed part's units, of which plain views are saved, until another part is recomputed."""
         if not (autograd.in_backward() and torch.is_grad_enabled()):
             return
-        hooks = autograd.hooks_of_autograd()
-        if hooks is None:
+        if (hooks := autograd.hooks_of_autograd()) is None:
             raise UserError(
                 "reentrant checkpointing keeps no weights that come and go: use checkpoint(..., use_reentrant=False)"
             )
@@ -213,8 +212,7 @@ class WeightPrefetcher:
         self._recomputing, self._recomputed = None, set()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _WeightReference:
-        number = self._by_storage.get(tensor.untyped_storage().data_ptr())
-        if number is None:
+        if (number := self._by_storage.get(tensor.untyped_storage().data_ptr())) is None:
             return tensor.detach()  # without detach a saved result refers to its own node
         unit = self._rings.slots[number].unit
         assert unit is not None
@@ -234,11 +232,9 @@ class WeightPrefetcher:
         """Return the unit's weights, and prefetch what follows. Raises UserError if there are too few buffers."""
         if not self._backward and autograd.in_backward():
             self._begin_pass(backward=True, then=self.then_after_backward)  # a backward without `passing`
-        number = self._rings.slot_of(unit)
-        if number is None:
+        if (number := self._rings.slot_of(unit)) is None:
             # The part may have ended: blocks that are not checkpointed can follow it (Idefics 2's resampler).
-            number = self._rings.room_for(unit, self._recomputed)
-            if number is None:
+            if (number := self._rings.room_for(unit, self._recomputed)) is None:
                 assert self._recomputed
                 several = len(self._recomputed | {unit})
                 raise UserError(

@@ -208,9 +208,8 @@ class Tiered:
         def cost(way: TieredCandidate) -> tuple[float, int]:
             costs = way.costs()
             step = way.settled(step_time.forecast(way.work, machine, costs))[1].step
-            return inf if step is None else step, sum(
-                it.written for it in costs.traffic if it.place != step_time.DEVICE_COPIES
-            )
+            written = sum(it.written for it in costs.traffic if it.place != step_time.DEVICE_COPIES)
+            return inf if step is None else step, written
 
         return min(fitting, key=cost) if len(fitting) > 1 else fitting[0]
 
@@ -454,9 +453,8 @@ class TieredCandidate:
         size, memory = shadow_bytes(homes, self.work.state), self.machine.rates.memory
         each = 2 * self.work.state.mean_bytes(self.work.shape) + 4  # the gradient and the weight have 16 bits
         moved = memory.value if memory is not None else (step_time.update_rate(self.work, self.machine) or 0.0) * each
-        early = step_time.early_pages(
-            self.units, homes, copying=size / moved if moved else 0.0, buffers=sizes.page_buffers
-        )
+        copying = size / moved if moved else 0.0
+        early = step_time.early_pages(self.units, homes, copying=copying, buffers=sizes.page_buffers)
         done, saved, first = overlap.ahead(early)
         left = overlap.left_after(done, early)
         update, rest = (one.found.seconds["update"] or 0.0 for one in (overlap, left))

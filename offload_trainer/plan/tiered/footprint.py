@@ -47,11 +47,9 @@ def tiered_items(work: Workload, homes: TierMap, sizes: spec.TierSizes, machine:
         copied = [e * place.weight.numel for unit in leaving for place in unit.places if place.weight.trainable]
         size, why = 0, "added on the GPU" if gpu else "copied immediately"
         if gpu and copied:
-            size, more = (
-                min(sum(copied), max(copied) + spec.GRADIENTS_IN_FLIGHT),
-                format_bytes(spec.GRADIENTS_IN_FLIGHT),
-            )
-            why = f"being copied off the GPU: the largest weight's, and at most {more} more"
+            more = spec.GRADIENTS_IN_FLIGHT
+            size = min(sum(copied), max(copied) + more)
+            why = f"being copied off the GPU: the largest weight's, and at most {format_bytes(more)} more"
         yield device("gradients in flight", here * size, why)
         if any(sums := _sums_on_device(work, homes, sizes)):
             why = "of the block that gets gradients, and of the one before it, whose sums leave the GPU"
@@ -73,11 +71,8 @@ def tiered_items(work: Workload, homes: TierMap, sizes: spec.TierSizes, machine:
     outside = [one.page for one in homes.cut.groups if on_drive(one.page.home) or one.page.home == DEVICE]
     stored = max(map(work.state.page_bytes, outside), default=0)
     if stored and work.checkpoints != 0:
-        yield ram(
-            "save buffers",
-            here * spec.SAVE_BUFFERS * stored,
-            f"{spec.SAVE_BUFFERS} pages being written to a checkpoint",
-        )
+        why = f"{spec.SAVE_BUFFERS} pages being written to a checkpoint"
+        yield ram("save buffers", here * spec.SAVE_BUFFERS * stored, why)
     kept = [replace(item, bytes=here * item.bytes) for item in input_items(work, machine)]
     tied = sum(weight.numel for weight in work.shape.weights if weight.trainable and weight.uses > 1)
     added = e * tied if work.checkpoints is None else 0  # of a session, whose model's modules share one parameter
@@ -136,8 +131,7 @@ def _weight_items(work: Workload, homes: TierMap, sizes: spec.TierSizes, machine
     yield device(name, here * stored_at[DEVICE], why)
     names = tier_names(machine)
     yield from (Item(names[at], "weights", size, each[at]) for at, size in stored_at.items() if at != DEVICE)
-    streamed = [unit for unit, home in placed if not unit.in_place(home)]
-    if not streamed:
+    if not (streamed := [unit for unit, home in placed if not unit.in_place(home)]):
         return
     blocks, others = (
         weight_streaming.slot_sizes(streamed, blocks=sizes.unit_buffers, of_blocks=kind) for kind in (True, False)
@@ -241,12 +235,8 @@ def tiered_traffic(work: Workload, homes: TierMap, sizes: spec.TierSizes, machin
         moved[homes.gradients[unit], "backward", "read"] += (visits - 1) * size
         moved[homes.gradients[unit], "backward", "written"] += visits * size
     outside = [units[unit] for unit in set(gradients) if homes.gradients[unit] != DEVICE]
-    given = sum(
-        place.weight.numel * (g if unit.index in once else e * micro)
-        for unit in outside
-        for place in unit.places
-        if place.weight.trainable
-    )
+    sizes_of = [(unit.index, place.weight.numel) for unit in outside for place in unit.places if place.weight.trainable]
+    given = sum(numel * (g if unit in once else e * micro) for unit, numel in sizes_of)
     moved[DEVICE, "backward", "written"] += given // work.pipeline
     cuts = sum(one != other for one, other in pairwise(work.owners))  # what passes there is copied out and in
     for phase in ("forward", "backward") if cuts else ():

@@ -117,9 +117,7 @@ def units_of(shape: ModelShape, *, matrices: bool = False) -> tuple[Unit, ...]:
     units = list[Unit]()
     for name, weights in shape.by_unit().items():
         places, cuts, end, trained = list[Place](), [0], 0, 0
-        for weight in sorted(
-            weights, key=lambda one: (not one.trainable, not (matrices and one.matrix), not one.decays)
-        ):
+        for weight in sorted(weights, key=lambda w: (not w.trainable, not (matrices and w.matrix), not w.decays)):
             if not weight.trainable:
                 end = max(end, aligned(trained))
             start, matrix = end, weight.matrix if matrices else None
@@ -130,9 +128,8 @@ def units_of(shape: ModelShape, *, matrices: bool = False) -> tuple[Unit, ...]:
                 cuts += [*(cut for cut in inner if cut % ALIGN == 0), end]
             if weight.trainable:
                 trained = end
-        units.append(
-            Unit(len(units), name, weights[0].block, tuple(places), aligned(trained), aligned(end), tuple(cuts))
-        )
+        block, trained = weights[0].block, aligned(trained)
+        units.append(Unit(len(units), name, block, tuple(places), trained, aligned(end), tuple(cuts)))
     return tuple(units)
 
 

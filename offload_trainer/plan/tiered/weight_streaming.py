@@ -90,8 +90,7 @@ class Rings:
             if left[kind] == 0:
                 return
             if self.slot_of(unit) is None:
-                number = self.room_for(unit, keep)
-                if number is None:
+                if (number := self.room_for(unit, keep)) is None:
                     return
                 yield unit, number
             keep.add(unit)

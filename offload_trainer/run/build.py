@@ -206,11 +206,7 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         telemetry=telemetry,
         say=setup.log.say,
         checkpoints=Checkpoints(
-            output / "checkpoints",
-            record=setup.record,
-            keep=setup.config.save.keep,
-            need_bytes=need,
-            say=setup.log.say,
+            output / "checkpoints", record=setup.record, keep=setup.config.save.keep, need_bytes=need, say=setup.log.say
         ),
         to_save=TimeToSave(step=plan.forecast.step, save=need / write + (plan.forecast.seconds.get("update") or 0.0)),
         cannot_save=plan.cannot_save,

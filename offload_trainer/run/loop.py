@@ -317,9 +317,5 @@ def _evaluate(job: Job, step: int) -> None:
         return
     loss = total / counted
     job.telemetry.evaluation(
-        EvalRecord(
-            step=step,
-            validation_loss=loss,
-            perplexity=math.inf if loss > _LARGEST_EXPONENT else math.exp(loss),
-        )
+        EvalRecord(step=step, validation_loss=loss, perplexity=math.inf if loss > _LARGEST_EXPONENT else math.exp(loss))
     )

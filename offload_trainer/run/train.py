@@ -20,15 +20,7 @@ from offload_trainer import ranks
 from offload_trainer.config import PlacementSection, TrainConfig
 from offload_trainer.data.rows import first_row
 from offload_trainer.data.run_data import RunData, epoch_line, prepare_data
-from offload_trainer.errors import (
-    RERUN_HINT,
-    GpuFull,
-    Interrupted,
-    PeerFailed,
-    TrainerError,
-    UserError,
-    fills_gpu,
-)
+from offload_trainer.errors import RERUN_HINT, GpuFull, Interrupted, PeerFailed, TrainerError, UserError, fills_gpu
 from offload_trainer.machine.rate_cache import keep_free
 from offload_trainer.run import checks, loop, machine_rates, resume
 from offload_trainer.run.build import Setup, build_job, with_steps

@@ -167,11 +167,7 @@ Say = Callable[[str], None]
 
 
 def load(
-    name: str | Path,
-    *,
-    say: Say = print,
-    image_patches: int | Literal["auto"] = "auto",
-    **keys: Unpack[SessionKeys],
+    name: str | Path, *, say: Say = print, image_patches: int | Literal["auto"] = "auto", **keys: Unpack[SessionKeys]
 ) -> Session:
     """Load a causal language model or an image-text model of transformers with offloaded weights.
 

@@ -340,7 +340,7 @@ _SAMPLING = {
     ),
     "--seed": _value("N", "random seed (default %(default)s)", type=_whole(0), default=0),
 }
-_MODEL_SOURCE = _value(
+_SOURCE = _value(
     "SOURCE",
     "a run directory (its newest checkpoint), a checkpoint, or an exported directory; the model runs on the CPU, and "
     "weights that take more than half of the free memory are read from the disk for each token",
@@ -445,16 +445,12 @@ COMMANDS = {
     "sample": Command(
         _generate,
         "continue a prompt with the model that a run has saved",
-        {
-            "source": _MODEL_SOURCE,
-            "--prompt": _value("TEXT", "text to continue (default: none)", default=""),
-            **_SAMPLING,
-        },
+        {"source": _SOURCE, "--prompt": _value("TEXT", "text to continue (default: none)", default=""), **_SAMPLING},
     ),
     "chat": Command(
         _generate,
         "chat with the model that a run has saved, in the terminal",
-        {"source": _MODEL_SOURCE, **_SAMPLING},
+        {"source": _SOURCE, **_SAMPLING},
         more="Type one message a line; end with Ctrl-D.",
     ),
     "runs": Command(

@@ -178,11 +178,8 @@ def stop_at(file: Path, ends: Iterable[int]) -> None:
 
 def record_of(planned: Planned, *, identity: Mapping[str, Any], model: Path) -> RunRecord:
     """Return the metadata of checkpoints. `model`: a directory with the model's configuration, which is copied."""
-    run = {
-        "config": planned.config.model_dump(mode="json"),
-        "plan": planned.plan.to_json(),
-        "environment": environment(),
-    }
+    config, plan = planned.config.model_dump(mode="json"), planned.plan.to_json()
+    run = {"config": config, "plan": plan, "environment": environment()}
     return RunRecord(identity=identity, layout=planned.layout, run=run, model=model)
 
 

@@ -46,11 +46,7 @@ from offload_trainer.storage.tensorfile import DTYPES, describe_invalid_values
 _WORK = "the import to"  # purpose written in the scratch directory's mark
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 # Settings of a run that no foreign checkpoint records, so a resume does not compare them.
-_UNKNOWN = {
-    "model": ("attention",),
-    "train": ("micro_batch_size", "gradient_accumulation_steps"),
-    "placement": ("gpus",),
-}
+_UNKNOWN = ("model.attention", "train.micro_batch_size", "train.gradient_accumulation_steps", "placement.gpus")
 _STATE, _OPTIMIZER, _SCHEDULER, _SCALER = "trainer_state.json", "optimizer.pt", "scheduler.pt", "scaler.pt"
 _METADATA = ".metadata"
 _FSDP = ("pytorch_model_fsdp_0", "optimizer_0")  # directories that a Trainer with FSDP writes through accelerate
@@ -93,10 +89,8 @@ def import_checkpoint(source: Path, run: Path, config: TrainConfig, *, say: Call
     source is of another format, optimizer or model, or incomplete, or `run` exists, and TrainerError if the disk fails.
     """
     model = config.model
-    if config.optim.name != ADAMW.name:
-        raise UserError(
-            f"optim.name={config.optim.name}: an import brings AdamW's moments, so its run updates by adamw"
-        )
+    if (rule := config.optim.name) != ADAMW.name:
+        raise UserError(f"optim.name={rule}: an import brings AdamW's moments, so its run updates by adamw")
     directories = _directories_of(source)
     named = "name" in model.model_fields_set
     if not named:
@@ -113,9 +107,8 @@ def import_checkpoint(source: Path, run: Path, config: TrainConfig, *, say: Call
         module = of.meta()
         parts = module.named_parameters(remove_duplicate=False), module.named_buffers()
         names = _names_for(state, of.shape.weights, others=[name for part in parts for name, _ in part])
-        check_destination(
-            run.absolute(), 4 * sum(w.numel * (len(KINDS) if w.trainable else 1) for w in of.shape.weights)
-        )
+        size = 4 * sum(w.numel * (len(KINDS) if w.trainable else 1) for w in of.shape.weights)
+        check_destination(run.absolute(), size)
         steps = state.steps or config.train.steps
         try:
             with replacing(run.absolute(), what=_WORK) as new, scratch("offload-trainer-import-") as place:
@@ -216,7 +209,7 @@ def _common_prefix(keys: Collection[str], names: Sequence[str]) -> str:
 def _record(state: ForeignState, of: ModelSource, config: TrainConfig, *, steps: int, model: Path) -> RunRecord:
     """Return the checkpoint's record with the source's settings. A null in its identity is compared with nothing."""
     made = {
-        section: {key: value for key, value in keys.items() if key not in _UNKNOWN.get(section, ())}
+        section: {key: value for key, value in keys.items() if f"{section}.{key}" not in _UNKNOWN}
         for section, keys in config.model_dump(mode="json").items()
     }
     made["optim"] |= dict(state.optim, moment_dtype="fp32", master_dtype="fp32")  # those of the files

@@ -59,8 +59,7 @@ class Setup(Planned):
 
     @cached_property
     def record(self) -> RunRecord:
-        identity = self.identity | self.data.identity()
-        return record_of(self, identity=identity, model=self.output / "model")
+        return record_of(self, identity=self.identity | self.data.identity(), model=self.output / "model")
 
 
 def with_steps(setup: Setup, begins: TrainState | None, *, say: Callable[[str], None] = lambda line: None) -> Setup:

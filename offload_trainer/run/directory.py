@@ -168,8 +168,7 @@ def write_known(planned: Planned, data: RunData) -> None:
 
 def stop_at(file: Path, ends: Iterable[int]) -> None:
     """Add ids to those at which generation stops: a chat template may end answers with others than the model's."""
-    fix = f"It is a copy of the model's {file.name}: mend that one"
-    settings = read_back(file, dict[str, Any], fix=fix)
+    settings = read_back(file, dict[str, Any], fix=f"It is a copy of the model's {file.name}: mend that one")
     known = settings.get("eos_token_id")
     known = known if isinstance(known, list) else [] if known is None else [known]
     if missing := [id_ for id_ in ends if id_ not in known]:

@@ -283,8 +283,7 @@ def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
     batches, counted = _batches(job, 0), read_io()
     for number in range(steps):
         forget_peak_rss()
-        rate = learning_rate(number, job.optim, steps=job.train.steps)
-        _, result, seconds = _timed_step(job, batches, lr=rate)
+        _, result, seconds = _timed_step(job, batches, lr=learning_rate(number, job.optim, steps=job.train.steps))
         before, counted = counted, read_io()
         yield {"step": seconds, **job.clock.take(), **asdict(result), **asdict(counted - before), **memory_of_step(())}
 

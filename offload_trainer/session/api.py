@@ -249,8 +249,7 @@ def offload(
 
 def _joined(say: Say) -> Say:
     """Join the ranks that torchrun or accelerate has started on this machine; return `say`, silent on others than 0."""
-    launched = {"RANK", "LOCAL_RANK"} <= os.environ.keys()
-    world = ranks_of_environment()[1] if launched else 1
+    world = ranks_of_environment()[1] if {"RANK", "LOCAL_RANK"} <= os.environ.keys() else 1
     if dist.is_initialized() and dist.get_world_size() != world:
         processes = f"torch.distributed has {dist.get_world_size()} processes, the environment {world}"
         raise UserError(f"{processes}: start them with torchrun or accelerate launch")
@@ -336,8 +335,7 @@ def _session(planned: Planned, made: Callable[[EngineParts, Path], _Made], *, sa
         return_now()
         if work.inputs_away:
             offloaded.keep_inputs(inputs_of(work))
-        opened = stack.pop_all()
-        return Session(model, offloaded, plan=plan, record=record, from_config=from_config, opened=opened)
+        return Session(model, offloaded, plan=plan, record=record, from_config=from_config, opened=stack.pop_all())
 
 
 # -- the shape of a module in memory ---------------------------------------------------------------------------------
@@ -349,8 +347,8 @@ def shape_of(module: nn.Module, *, blocks: Sequence[str] | None) -> ModelShape:
     parts = dict(module.named_modules())
     for name, part in parts.items() if blocks is None else ():  # the outermost with several children of one class
         alike = len({type(child) for child in part.children()}) == 1 and len(list(part.children())) > 1
-        inside = any(name.startswith(f"{block}.") for block in names)
-        if isinstance(part, nn.ModuleList | nn.Sequential) and alike and not inside:
+        nested = any(name.startswith(f"{block}.") for block in names)
+        if isinstance(part, nn.ModuleList | nn.Sequential) and alike and not nested:
             names += [f"{name}.{key}".lstrip(".") for key, child in part.named_children() if [*child.parameters()]]
     for name in blocks or ():
         if name not in parts:

@@ -104,7 +104,21 @@ def _plan(given: Namespace, words: list[str]) -> None:
             "--nodes belongs to --machine, whose links say what is between them: `plan --machine NAME|FILE`"
         )
     if given.machine is None and not given.parallel:
-        _plan_here(given, words)
+        config = process_setup.prepared(words, check=partial(process_setup.refuse_missing, data=False))
+        from offload_trainer.run.checks import check_start, refuse, refuse_output
+        from offload_trainer.run.planning import plan_run
+
+        planned = plan_run(config)
+        plan = planned.plan
+        _answer(given, plan.to_json(), plan.describe(steps=config.train.known_steps, full=given.explain))
+        refuse(planned)
+        check_start(planned, say=_say)
+        try:
+            refuse_output(planned)
+        except UserError as error:  # only noted, if the user has not named that directory or checkpoint
+            if "output" in config.save.model_fields_set or config.save.resume not in ("auto", "never"):
+                raise
+            _say(f"note: training with these words would be refused: {error}")
         return
     from offload_trainer.run.commands.plan import compare_modes, described, plan_elsewhere
 
@@ -119,29 +133,6 @@ def _plan(given: Namespace, words: list[str]) -> None:
         values, text = plan.to_json(), plan.describe(steps=config.train.known_steps, full=given.explain)
     _answer(given, values, text)
     plan.refuse(force=config.placement.force)
-
-
-def _plan_here(given: Namespace, words: list[str]) -> None:
-    """Print the plan of a run and check that it could start here. Raises UserError if it could not.
-
-    A conflict with existing files in the default run directory only prints a note, since the user has not named that
-    directory or checkpoint.
-    """
-    config = process_setup.prepared(words, check=partial(process_setup.refuse_missing, data=False))
-    from offload_trainer.run.checks import check_start, refuse, refuse_output
-    from offload_trainer.run.planning import plan_run
-
-    planned = plan_run(config)
-    plan = planned.plan
-    _answer(given, plan.to_json(), plan.describe(steps=config.train.known_steps, full=given.explain))
-    refuse(planned)
-    check_start(planned, say=_say)
-    try:
-        refuse_output(planned)
-    except UserError as error:
-        if "output" in config.save.model_fields_set or config.save.resume not in ("auto", "never"):
-            raise
-        _say(f"note: training with these words would be refused: {error}")
 
 
 def _bench(given: Namespace, words: list[str]) -> None:
@@ -340,7 +331,7 @@ _SAMPLING = {
     ),
     "--seed": _value("N", "random seed (default %(default)s)", type=_whole(0), default=0),
 }
-_MODEL_SOURCE = _value(
+_SOURCE = _value(
     "SOURCE",
     "a run directory (its newest checkpoint), a checkpoint, or an exported directory; the model runs on the CPU, and "
     "weights that take more than half of the free memory are read from the disk for each token",
@@ -445,16 +436,12 @@ COMMANDS = {
     "sample": Command(
         _generate,
         "continue a prompt with the model that a run has saved",
-        {
-            "source": _MODEL_SOURCE,
-            "--prompt": _value("TEXT", "text to continue (default: none)", default=""),
-            **_SAMPLING,
-        },
+        {"source": _SOURCE, "--prompt": _value("TEXT", "text to continue (default: none)", default=""), **_SAMPLING},
     ),
     "chat": Command(
         _generate,
         "chat with the model that a run has saved, in the terminal",
-        {"source": _MODEL_SOURCE, **_SAMPLING},
+        {"source": _SOURCE, **_SAMPLING},
         more="Type one message a line; end with Ctrl-D.",
     ),
     "runs": Command(

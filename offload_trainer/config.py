@@ -30,7 +30,6 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Literal["auto"]
 Home = Literal["auto", "gpu", "cpu", "nvme"]
-Scalar = bool | int | float | str
 RuleName = Literal["adamw", "muon"]  # described in plan/tiered/state_formats.py
 STREAM = "stream:"  # begins an entry of data.path that names a streamed data set
 
@@ -49,7 +48,7 @@ class ModelSection(_Section):
     transformers causal language model, or a hub id"""
     random_init: bool = False
     """start from random weights; only the model's configuration is read"""
-    overrides: dict[str, Scalar] = {}
+    overrides: dict[str, bool | int | float | str] = {}
     """entries of the model's configuration to change, e.g. n_layer: 24; needs random weights"""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """dtype of weights, activations and gradients; fp16 on a GPU without bf16 units. Master weights:

@@ -112,14 +112,13 @@ class Group:
         Return a function that waits for all of it, for at most `patience` seconds. Between two ranks tensors arrive in
         the order in which they are sent. Empty tensors are not sent.
         """
-        ways = [
-            (move, [(self.members.index(peer), values.detach().view(torch.uint8)) for peer, values in way])
+        moves = [
+            (move, self.members.index(peer), values.detach().view(torch.uint8))
             for move, way in ((self.gloo.send, out), (self.gloo.recv, into))
+            for peer, values in way
         ]
         with _inside_gloo():
-            works = [
-                move([part], peer, part.numel() % _TAGS) for move, way in ways for peer, part in way if part.numel()
-            ]
+            works = [move([part], peer, part.numel() % _TAGS) for move, peer, part in moves if part.numel()]
 
         def wait(patience: float | None = None) -> None:
             with _inside_gloo() as begun:

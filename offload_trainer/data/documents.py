@@ -154,10 +154,8 @@ def _csv_rows(source: Path, file: BinaryIO, *, delimiter: str) -> Iterator[tuple
             where = f"{printable(source)}, line {rows.line_num}"
             record = dict(zip(names, row, strict=False))
             if not len(record) == len(names) == len(row):
-                listing = named_fields(dict.fromkeys(names))
-                raise UserError(
-                    f"{where}: not one field for each of the {len(names)} names in the first row: {listing}"
-                )
+                named = named_fields(dict.fromkeys(names))
+                raise UserError(f"{where}: not one field for each of the {len(names)} names in the first row: {named}")
             yield where, record
     except csv.Error as error:
         raise UserError(f"{printable(source)}, line {rows.line_num}: cannot be read as CSV: {error}") from error

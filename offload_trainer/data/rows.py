@@ -138,14 +138,13 @@ class Mixture(JoinedFiles):
             for file, name in zip(files, names, strict=True)
         )
         self._rows = [len(split.train) for split in self.splits]
-        self.counts = shares_of(sum(self._rows), weights)
+        total = sum(self._rows)
+        self.counts = shares_of(total, weights)
         if 0 in self.counts:
             name = names[self.counts.index(0)]
-            raise UserError(
-                f"data.mixture: {name} would have no row in an epoch of {sum(self._rows)}: give it a larger weight"
-            )
-        self.told = f"mixture, in an epoch of {sum(self._rows)} rows: " + "; ".join(
-            f"{name} {count / sum(self._rows):.1%} of the rows, each {count / rows:.3g} times"
+            raise UserError(f"data.mixture: {name} would have no row in an epoch of {total}: give it a larger weight")
+        self.told = f"mixture, in an epoch of {total} rows: " + "; ".join(
+            f"{name} {count / total:.1%} of the rows, each {count / rows:.3g} times"
             for name, count, rows in zip(names, self.counts, self._rows, strict=True)
         )
         self.name = " and ".join(file.name for file in files)
@@ -232,11 +231,6 @@ def weights_in_step(counts: Sequence[int]) -> list[float]:
     return [count * len(counts) / total for count in counts]
 
 
-def forward_seed(seed: int, *, first: int) -> int:
-    """Return the seed of the forward of the micro-batch whose first row has the number `first` in the run."""
-    return int.from_bytes(hashlib.blake2b(f"forward {seed} {first}".encode(), digest_size=8).digest(), "little") >> 1
-
-
 def padding_of(marks: np.ndarray) -> np.ndarray:
     """Return the number of padding tokens at the end of each row of marked ids, shape [rows, tokens]."""
     places = np.arange(marks.shape[1])
@@ -293,7 +287,8 @@ class RowReader:
             first = position + rank * micro_batch
             indices = [self._row(place) for place in range(first, first + micro_batch)]
             position += micro_batch * world
-            yield self.rows_at(indices, data_position=position, seed=forward_seed(self.seed, first=first))
+            drawn = hashlib.blake2b(f"forward {self.seed} {first}".encode(), digest_size=8).digest()
+            yield self.rows_at(indices, data_position=position, seed=int.from_bytes(drawn, "little") >> 1)
 
     def validation_batches(self, *, micro_batch: int, limit: int) -> Iterator[Batch]:
         """Yield the first `limit` rows in the file's order, the same each time; the last batch may be smaller."""

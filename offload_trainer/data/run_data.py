@@ -12,6 +12,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -121,10 +122,8 @@ def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> To
         if encoder.note:
             say(encoder.note)
         again = source_sums(sources, memory=memory, say=lambda _: None)
-        if changed := [source for source, then, now_is in zip(sources, sums, again, strict=True) if then != now_is]:
-            raise TrainerError(
-                f"{changed[0]}: the text changed while it was tokenised: start again when it is complete"
-            )
+        if differ := [source for source, then, now_is in zip(sources, sums, again, strict=True) if then != now_is]:
+            raise TrainerError(f"{differ[0]}: the text changed while it was tokenised: start again when it is complete")
         if not tokens:
             raise UserError(f"{', '.join(section.path)}: {encoder.why_none}")
         if encoder.row_length is not None:
@@ -172,12 +171,10 @@ def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], N
             raise UserError(f"{path} cannot be read: {error.strerror}") from error
         found[path] = made.hexdigest(), about[path] if settled else []
     if any(found[path][1] for path in fresh):
-        try:
+        with suppress(OSError):  # without the cache the hashes are computed again next time
             memory.parent.mkdir(parents=True, exist_ok=True)
             kept = {path: known for path, known in sorted(found.items()) if known[1]}
             write_text(memory, json.dumps(kept), mode=MODE)
-        except OSError:
-            pass  # without the cache the hashes are computed again next time
     return [found[os.path.realpath(source)][0] for source in sources]
 
 

@@ -76,11 +76,9 @@ def find_sources(
     other = [str(file) for file in sources if not holds_records(file)]
     if other and paths[0].startswith(STREAM):
         raise UserError(f"{paths[0]}: a stream is read from JSON, CSV or tables, and {other[0]} is none of them")
-    token_files = [str(file) for file in sources if file.suffix == ".bin"]
-    if token_files and len(sources) > len(token_files):
-        raise UserError(
-            f"{', '.join(token_files[:5])} holds tokens, and others text: give only .bin files, or only text"
-        )
+    bin_files = [str(file) for file in sources if file.suffix == ".bin"]
+    if bin_files and len(sources) > len(bin_files):
+        raise UserError(f"{', '.join(bin_files[:5])} holds tokens, and others text: give only .bin files, or only text")
     return sources
 
 

@@ -59,8 +59,7 @@ class Setup(Planned):
 
     @cached_property
     def record(self) -> RunRecord:
-        identity = self.identity | self.data.identity()
-        return record_of(self, identity=identity, model=self.output / "model")
+        return record_of(self, identity=self.identity | self.data.identity(), model=self.output / "model")
 
 
 def with_steps(setup: Setup, begins: TrainState | None, *, say: Callable[[str], None] = lambda line: None) -> Setup:
@@ -147,10 +146,42 @@ def build_job(
         f"engine ready after {format_seconds(time.perf_counter() - start)}, {format_bytes(peak_rss_bytes())} resident"
     )
     resume(engine)
-    job = _make_job(setup, engine, done=begins.step if begins else 0, swaps=swaps)
-    if job.telemetry:
-        stack.callback(job.telemetry.close)
-    return job
+    plan, data, train, output = setup.plan, setup.data, setup.config.train, setup.output
+    shape, every = setup.source.shape, setup.config.save.every
+    rows = partial(RowReader, seq_len=plan.work.seq_len, vocabulary=shape.vocabulary, apart=data.apart)
+    section = data.spec.section
+    shuffles = bool(section.shuffled_block if section.streamed else section.shuffle)
+    if section.streamed:
+        data.tokens.remember(output / POINTS, writes=log.loud)
+    peak = setup.machine.rates.matmul.get(dtype)
+    need, (_, write) = checkpoint_bytes(setup.plan.work), setup.machine.rates_of(setup.machine.output)
+    telemetry = _telemetry(setup, done=begins.step if begins else 0) if log.loud else None
+    if telemetry:
+        stack.callback(telemetry.close)
+    clock = PhaseClock()
+    if torch.cuda.is_available():  # DeepSpeed uses streams that do not wait for each other at a phase's end
+        clock = PhaseClock(torch.cuda.synchronize, stream=plan.engine == "tiered")
+    return Job(
+        train=train,
+        optim=setup.config.optim,
+        dynamic_loss_scale=dtype == "fp16",
+        engine=engine,
+        train_rows=rows(data.tokens, rows=data.split.train, seed=train.seed, shuffle=shuffles),
+        validation_rows=rows(data.held_out, rows=data.split.validation) if data.split.validation else None,
+        clock=clock,
+        telemetry=telemetry,
+        say=log.say,
+        checkpoints=Checkpoints(
+            output / "checkpoints", record=setup.record, keep=setup.config.save.keep, need_bytes=need, say=log.say
+        ),
+        to_save=TimeToSave(step=plan.forecast.step, save=need / write + (plan.forecast.seconds.get("update") or 0.0)),
+        cannot_save=plan.cannot_save,
+        save_every=max(1, train.steps // 10) if every == "auto" else every,
+        save_request_file=output / "save",
+        flops_per_step=shape.flops_per_token(seq_len=plan.work.seq_len) * plan.work.tokens,
+        peak_flops=peak.value * plan.work.world if peak else None,
+        swaps=swaps,
+    )
 
 
 def lease_drives(
@@ -179,47 +210,6 @@ def lease_drives(
         for swap in swaps:
             stack.callback(os.close, hold(swap))
     return swaps
-
-
-def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> Job:
-    plan, data, train, output = setup.plan, setup.data, setup.config.train, setup.output
-    shape, every = setup.source.shape, setup.config.save.every
-    rows = partial(RowReader, seq_len=plan.work.seq_len, vocabulary=shape.vocabulary, apart=data.apart)
-    section = data.spec.section
-    shuffles = bool(section.shuffled_block if section.streamed else section.shuffle)
-    if section.streamed:
-        data.tokens.remember(output / POINTS, writes=setup.log.loud)
-    peak = setup.machine.rates.matmul.get(setup.config.model.dtype)
-    need, (_, write) = checkpoint_bytes(setup.plan.work), setup.machine.rates_of(setup.machine.output)
-    telemetry = _telemetry(setup, done=done) if setup.log.loud else None
-    clock = PhaseClock()
-    if torch.cuda.is_available():  # DeepSpeed uses streams that do not wait for each other at a phase's end
-        clock = PhaseClock(torch.cuda.synchronize, stream=plan.engine == "tiered")
-    return Job(
-        train=train,
-        optim=setup.config.optim,
-        dynamic_loss_scale=setup.config.model.dtype == "fp16",
-        engine=engine,
-        train_rows=rows(data.tokens, rows=data.split.train, seed=train.seed, shuffle=shuffles),
-        validation_rows=rows(data.held_out, rows=data.split.validation) if data.split.validation else None,
-        clock=clock,
-        telemetry=telemetry,
-        say=setup.log.say,
-        checkpoints=Checkpoints(
-            output / "checkpoints",
-            record=setup.record,
-            keep=setup.config.save.keep,
-            need_bytes=need,
-            say=setup.log.say,
-        ),
-        to_save=TimeToSave(step=plan.forecast.step, save=need / write + (plan.forecast.seconds.get("update") or 0.0)),
-        cannot_save=plan.cannot_save,
-        save_every=max(1, train.steps // 10) if every == "auto" else every,
-        save_request_file=output / "save",
-        flops_per_step=shape.flops_per_token(seq_len=plan.work.seq_len) * plan.work.tokens,
-        peak_flops=peak.value * plan.work.world if peak else None,
-        swaps=swaps,
-    )
 
 
 _WAITED_FOR = {"adamw": "arithmetic on the CPU", "adamw_gpu": "arithmetic on the GPU", "device": "copies"}

@@ -100,18 +100,14 @@ def refuse_other_programs(config: Mapping[str, Mapping[str, Any]]) -> None:
     else:
         for dtype in (torch.bfloat16, torch.float16):
             facts[f"products of {str(dtype).removeprefix('torch.')} in hardware"] = has_native_16bit(dtype)
-    settings = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
-    _refuse_different(
-        facts | settings, fix="Install the same software on every node, and start every rank with the same command"
-    )
+    facts |= {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
+    _refuse_different(facts, fix="Install the same software on every node, and start every rank with the same command")
 
 
 def refuse_other_data(identity: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
     """Raise UserError if ranks have different training data, or weights of different names or shapes. Collective."""
-    weights = zlib.crc32(json.dumps(layout, sort_keys=True).encode())
-    _refuse_different(
-        {**identity, "the model's weights": weights}, fix="Every node must see the same data and the same model"
-    )
+    facts = {**identity, "the model's weights": zlib.crc32(json.dumps(layout, sort_keys=True).encode())}
+    _refuse_different(facts, fix="Every node must see the same data and the same model")
 
 
 def _refuse_different(mine: Mapping[str, Any], *, fix: str) -> None:

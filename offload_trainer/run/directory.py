@@ -168,8 +168,7 @@ def write_known(planned: Planned, data: RunData) -> None:
 
 def stop_at(file: Path, ends: Iterable[int]) -> None:
     """Add ids to those at which generation stops: a chat template may end answers with others than the model's."""
-    fix = f"It is a copy of the model's {file.name}: mend that one"
-    settings = read_back(file, dict[str, Any], fix=fix)
+    settings = read_back(file, dict[str, Any], fix=f"It is a copy of the model's {file.name}: mend that one")
     known = settings.get("eos_token_id")
     known = known if isinstance(known, list) else [] if known is None else [known]
     if missing := [id_ for id_ in ends if id_ not in known]:
@@ -178,11 +177,8 @@ def stop_at(file: Path, ends: Iterable[int]) -> None:
 
 def record_of(planned: Planned, *, identity: Mapping[str, Any], model: Path) -> RunRecord:
     """Return the metadata of checkpoints. `model`: a directory with the model's configuration, which is copied."""
-    run = {
-        "config": planned.config.model_dump(mode="json"),
-        "plan": planned.plan.to_json(),
-        "environment": environment(),
-    }
+    config, plan = planned.config.model_dump(mode="json"), planned.plan.to_json()
+    run = {"config": config, "plan": plan, "environment": environment()}
     return RunRecord(identity=identity, layout=planned.layout, run=run, model=model)
 
 

@@ -272,16 +272,12 @@ def _describe(directory: Path, source: Source, *, dtype: str) -> None:
         if isinstance(part, dict):
             part |= dict.fromkeys({"dtype", "torch_dtype"} & part.keys(), named)
     write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
-    card = _CARD.format(dtype=dtype, origin=source.origin, settings=_as_code(source.settings))
-    write_text(directory / "README.md", card)
-
-
-def _as_code(settings: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the name of a run's model and its optimizer's settings as a block of Markdown, or "" without settings."""
-    name = Path(str(settings.get("model", {}).get("name"))).name
-    found = {"model.name": name} | {f"optim.{key}": value for key, value in settings.get("optim", {}).items()}
+    # The card shows the name of the run's model and its optimizer's settings, if they are known.
+    name = Path(str(source.settings.get("model", {}).get("name"))).name
+    found = {"model.name": name} | {f"optim.{key}": value for key, value in source.settings.get("optim", {}).items()}
     lines = "".join(f"{key}: {json.dumps(value)}\n" for key, value in found.items())
-    return f"\n```\n{lines}```\n" if settings else ""
+    settings = f"\n```\n{lines}```\n" if source.settings else ""
+    write_text(directory / "README.md", _CARD.format(dtype=dtype, origin=source.origin, settings=settings))
 
 
 def _converted(weights: Iterable[NamedTensor], groups: Sequence[Group]) -> Iterator[NamedTensor]:
@@ -427,12 +423,10 @@ def done_before(output: Path, record: RunRecord, *, begins_at: int, restarts: bo
     `begins_at`: the step that this start would resume from. `restarts`: `save.resume=never`. `exports`: it would write
     final weights. Raises UserError if it would overwrite the weights of another run.
     """
-    found, place = final_export(output), output / "export"
+    found, path = final_export(output), output / "export"
     if found is None:
-        if exports and place.exists():
-            raise UserError(
-                f"{place} is where this run would leave its weights: move it away, or name another --output"
-            )
+        if exports and path.exists():
+            raise UserError(f"{path} is where this run would leave its weights: move it away, or name another --output")
         return None
     if found.step <= begins_at:
         return None
@@ -446,9 +440,9 @@ def done_before(output: Path, record: RunRecord, *, begins_at: int, restarts: bo
     ]
     whole = found.step == record.run["config"]["train"]["steps"]
     if whole and not changed and not restarts:
-        return f"done before: {found.step} steps; the weights are in {place}. To train anew name another --output"
+        return f"done before: {found.step} steps; the weights are in {path}. To train anew name another --output"
     why = f"differs in {', '.join(changed[:5])}" if changed else f"ended after step {found.step}"
     raise UserError(
-        f"{place} holds what an earlier run has trained, which {why} and left no checkpoint to go on from; this run "
-        f"would overwrite it. Name another --output (and --model {place} to train those weights on), or move it away"
+        f"{path} holds what an earlier run has trained, which {why} and left no checkpoint to go on from; this run "
+        f"would overwrite it. Name another --output (and --model {path} to train those weights on), or move it away"
     )

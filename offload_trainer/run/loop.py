@@ -193,7 +193,11 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
     before = job.counted or read_io()
     group, result, seconds = _timed_step(job, batches, lr=lr, last=state.step + 1 == job.train.steps)
     after, phases = read_io(), job.clock.take()
-    drive, tokens = _of_all_ranks(job, after - before, tokens=sum(batch.tokens for batch in group))
+    moved, tokens = after - before, sum(batch.tokens for batch in group)
+    # Traffic of all ranks is None if one of them cannot count it. Rows that ranks share count once.
+    read, written, counts = zip(*all_gather_json((moved.read_bytes, moved.written_bytes, tokens)), strict=True)
+    drive = IoCount(*(None if None in way else sum(way) for way in (read, written)))
+    tokens = sum(counts) * job.engine.world // len(counts)
     job.counted = after if result.update_running else None
     state = TrainState(step=state.step + 1, tokens=state.tokens + tokens, data_position=group[-1].data_position)
     if job.telemetry:
@@ -219,14 +223,6 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
     if result.skipped:
         everybody().first(partial(_refuse_nonfinite, job, result, step=state.step))
     return state
-
-
-def _of_all_ranks(job: Job, moved: IoCount, *, tokens: int) -> tuple[IoCount, int]:
-    """Return drive traffic (None if a rank cannot count it) and tokens of all ranks; rows they share count once."""
-    mine = (moved.read_bytes, moved.written_bytes, tokens)
-    read, written, counts = zip(*all_gather_json(mine), strict=True)
-    drive = IoCount(*(None if None in way else sum(way) for way in (read, written)))
-    return drive, sum(counts) * job.engine.world // len(counts)
 
 
 def _timed_step(
@@ -287,8 +283,7 @@ def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
     batches, counted = _batches(job, 0), read_io()
     for number in range(steps):
         forget_peak_rss()
-        rate = learning_rate(number, job.optim, steps=job.train.steps)
-        _, result, seconds = _timed_step(job, batches, lr=rate)
+        _, result, seconds = _timed_step(job, batches, lr=learning_rate(number, job.optim, steps=job.train.steps))
         before, counted = counted, read_io()
         yield {"step": seconds, **job.clock.take(), **asdict(result), **asdict(counted - before), **memory_of_step(())}
 
@@ -317,9 +312,5 @@ def _evaluate(job: Job, step: int) -> None:
         return
     loss = total / counted
     job.telemetry.evaluation(
-        EvalRecord(
-            step=step,
-            validation_loss=loss,
-            perplexity=math.inf if loss > _LARGEST_EXPONENT else math.exp(loss),
-        )
+        EvalRecord(step=step, validation_loss=loss, perplexity=math.inf if loss > _LARGEST_EXPONENT else math.exp(loss))
     )

@@ -240,8 +240,7 @@ def _report_failure(failed: dict[int, int], stopped: int, words: Sequence[str]) 
 
 def has_launcher() -> bool:
     """Return True in a rank that was started by this program's launcher or by torchrun."""
-    started = {LAUNCHER, "TORCHELASTIC_RUN_ID"} & set(os.environ)
-    return bool(started) and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return bool({LAUNCHER, "TORCHELASTIC_RUN_ID"} & set(os.environ)) and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def end_without_launcher(say: Callable[[str], None]) -> None:

@@ -288,10 +288,8 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], manifest: StoreMani
         run=manifest.run,
     )
     differ = [one.name for one in fields(ours) if getattr(ours, one.name) != getattr(manifest, one.name)]
-    if "pages" in differ and made.ranks != (world := plan.work.world):
-        raise ValueError(
-            f"they were written by {made.ranks} rank(s), and this run has {world}: use --gpus {made.ranks}"
-        )
+    if "pages" in differ and (ranks := made.ranks) != (world := plan.work.world):
+        raise ValueError(f"they were written by {ranks} rank(s), and this run has {world}: use --gpus {ranks}")
     if differ:
         raise ValueError(f"their layout differs from this run's ({', '.join(_WORDS.get(k, k) for k in differ)})")
     for line in changed_settings("the page files' run", made.config, setup.record.run["config"]):

@@ -19,16 +19,8 @@ import torch
 from offload_trainer import ranks
 from offload_trainer.config import PlacementSection, TrainConfig
 from offload_trainer.data.rows import first_row
-from offload_trainer.data.run_data import RunData, epoch_line, prepare_data
-from offload_trainer.errors import (
-    RERUN_HINT,
-    GpuFull,
-    Interrupted,
-    PeerFailed,
-    TrainerError,
-    UserError,
-    fills_gpu,
-)
+from offload_trainer.data.run_data import epoch_line, prepare_data
+from offload_trainer.errors import RERUN_HINT, GpuFull, Interrupted, PeerFailed, TrainerError, UserError, fills_gpu
 from offload_trainer.machine.rate_cache import keep_free
 from offload_trainer.run import checks, loop, machine_rates, resume
 from offload_trainer.run.build import Setup, build_job, with_steps
@@ -36,7 +28,7 @@ from offload_trainer.run.checkpoint import TrainState, read_state
 from offload_trainer.run.directory import Log, hold, run_directory, write_known
 from offload_trainer.run.export import write_final
 from offload_trainer.run.loop import Job
-from offload_trainer.run.planning import Planned, plan_run, plan_with_room, shared_plan
+from offload_trainer.run.planning import plan_run, plan_with_room, shared_plan
 from offload_trainer.run.process_setup import ECHO, has_launcher, ranks_of_environment
 from offload_trainer.run.signals import waiting
 from offload_trainer.stdio import write_now
@@ -187,22 +179,18 @@ def _set_up(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> tuple[S
         first(lambda: checks.refuse(planned))
     if not planned.plan.fits:
         log.say("--force: running although the plan says that it does not fit")
-    data = _data_of(planned, say=log.say)
+    data = prepare_data(planned.config.data, planned.source, seq_len=planned.plan.work.seq_len, say=log.say)
     setup = Setup(**vars(planned), data=data, log=log)
     checks.refuse_other_data(setup.record.identity, setup.record.layout)
     with_steps(setup, None)  # only for its checks, before anything is written
     return setup, checkpoint, resume.finished(setup, checkpoint)
 
 
-def _data_of(planned: Planned, *, say: Callable[[str], None]) -> RunData:
-    return prepare_data(planned.config.data, planned.source, seq_len=planned.plan.work.seq_len, say=say)
-
-
 def prepare_run(config: TrainConfig) -> list[Path]:
     """Tokenize the data of `config` and return the paths of the token files, those for validation last."""
     planned = plan_run(config)
     plan, say = planned.plan, Log(loud=True).say
-    data = _data_of(planned, say=say)
+    data = prepare_data(planned.config.data, planned.source, seq_len=plan.work.seq_len, say=say)
     for line in first_row(data.tokens, data.spec.tokenizer, seq_len=data.spec.seq_len):
         say(line)
     say(epoch_line(data, rows_per_step=plan.work.tokens // plan.work.seq_len, steps=planned.config.train.steps))

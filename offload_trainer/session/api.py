@@ -167,11 +167,7 @@ Say = Callable[[str], None]
 
 
 def load(
-    name: str | Path,
-    *,
-    say: Say = print,
-    image_patches: int | Literal["auto"] = "auto",
-    **keys: Unpack[SessionKeys],
+    name: str | Path, *, say: Say = print, image_patches: int | Literal["auto"] = "auto", **keys: Unpack[SessionKeys]
 ) -> Session:
     """Load a causal language model or an image-text model of transformers with offloaded weights.
 
@@ -253,8 +249,7 @@ def offload(
 
 def _joined(say: Say) -> Say:
     """Join the ranks that torchrun or accelerate has started on this machine; return `say`, silent on others than 0."""
-    launched = {"RANK", "LOCAL_RANK"} <= os.environ.keys()
-    world = ranks_of_environment()[1] if launched else 1
+    world = ranks_of_environment()[1] if {"RANK", "LOCAL_RANK"} <= os.environ.keys() else 1
     if dist.is_initialized() and dist.get_world_size() != world:
         processes = f"torch.distributed has {dist.get_world_size()} processes, the environment {world}"
         raise UserError(f"{processes}: start them with torchrun or accelerate launch")
@@ -290,7 +285,12 @@ def _planned(config: TrainConfig, source: Any, *, say: Say, moves: int = 0) -> P
 
 def _plan_on(machine: MachineProfile, config: TrainConfig, source: Any, *, moves: int) -> Planned:
     """Plan on this machine, next to what this process already uses. Raises UserError for fp16."""
-    world, (counted, beside) = place_here()[1], memory_in_use(machine, moves=moves)
+    world, memory = place_here()[1], psutil.Process().memory_info()
+    usual = PROCESS + CUDA_PROCESS * (machine.gpu is not None)
+    own = memory.rss - memory.shared - moves  # mapped files are reclaimable
+    # host memory of all ranks' processes that the plan counts again (`moves` included), and what is beyond
+    mine = [max(0, min(own, usual)) + moves, max(0, memory.rss - moves - usual)]
+    counted, beside = map(sum, zip(*all_gather_json(mine, list[int]), strict=True))
     free = replace(machine, ram_bytes=machine.ram_bytes + counted)
     tokens = config.train.micro_batch_size * (1024 if config.data.seq_len == "auto" else config.data.seq_len)
     whole = config.with_keys("model", loss_chunk=tokens)  # the caller's loss uses all logits, unchunked
@@ -304,16 +304,6 @@ def _plan_on(machine: MachineProfile, config: TrainConfig, source: Any, *, moves
         ram = {key: size + beside for key, size in plan.tiers["ram"].items()}
         plan = replace(plan, items=(*plan.items, item), tiers=plan.tiers | {"ram": ram})
     return replace(found, plan=plan, machine=machine)
-
-
-def memory_in_use(machine: MachineProfile, *, moves: int) -> tuple[int, int]:
-    """Return host memory of all ranks' processes that a plan counts again (`moves` included), and what is beyond."""
-    found = psutil.Process().memory_info()
-    usual = PROCESS + CUDA_PROCESS * (machine.gpu is not None)
-    own = found.rss - found.shared - moves  # mapped files are reclaimable
-    mine = [max(0, min(own, usual)) + moves, max(0, found.rss - moves - usual)]
-    counted, beside = map(sum, zip(*all_gather_json(mine, list[int]), strict=True))
-    return counted, beside
 
 
 # A module, its parameters by weight name, (name, initial master) of each, and whether transformers builds the module
@@ -345,8 +335,7 @@ def _session(planned: Planned, made: Callable[[EngineParts, Path], _Made], *, sa
         return_now()
         if work.inputs_away:
             offloaded.keep_inputs(inputs_of(work))
-        opened = stack.pop_all()
-        return Session(model, offloaded, plan=plan, record=record, from_config=from_config, opened=opened)
+        return Session(model, offloaded, plan=plan, record=record, from_config=from_config, opened=stack.pop_all())
 
 
 # -- the shape of a module in memory ---------------------------------------------------------------------------------
@@ -354,8 +343,13 @@ def _session(planned: Planned, made: Callable[[EngineParts, Path], _Made], *, sa
 
 def shape_of(module: nn.Module, *, blocks: Sequence[str] | None) -> ModelShape:
     """Return a module's shape, in part estimated. `blocks`: names of blocks or of ModuleLists; None: repeated ones."""
-    names = repeated_blocks(module) if blocks is None else []
+    names: list[str] = []
     parts = dict(module.named_modules())
+    for name, part in parts.items() if blocks is None else ():  # the outermost with several children of one class
+        alike = len({type(child) for child in part.children()}) == 1 and len(list(part.children())) > 1
+        nested = any(name.startswith(f"{block}.") for block in names)
+        if isinstance(part, nn.ModuleList | nn.Sequential) and alike and not nested:
+            names += [f"{name}.{key}".lstrip(".") for key, child in part.named_children() if [*child.parameters()]]
     for name in blocks or ():
         if name not in parts:
             names_here = ", ".join(list(parts)[1:9])
@@ -375,17 +369,6 @@ def shape_of(module: nn.Module, *, blocks: Sequence[str] | None) -> ModelShape:
         vocabulary=_told(module, "vocab_size") or max(outside, default=1),
         context=_told(module, "max_position_embeddings") or 2048,
     )
-
-
-def repeated_blocks(module: nn.Module) -> list[str]:
-    """Return the names of the blocks: children of each outermost ModuleList or Sequential of modules of one class."""
-    found: list[str] = []
-    for name, part in module.named_modules():
-        alike = len({type(child) for child in part.children()}) == 1 and len(list(part.children())) > 1
-        inside = any(name.startswith(f"{block}.") for block in found)
-        if isinstance(part, nn.ModuleList | nn.Sequential) and alike and not inside:
-            found += [f"{name}.{key}".lstrip(".") for key, child in part.named_children() if [*child.parameters()]]
-    return found
 
 
 def _told(module: nn.Module, key: str) -> int | None:

@@ -109,8 +109,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 def with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Return the parameters that are not offloaded and have a gradient, each once. UserError for a sparse one."""
-    held = [p for p in dict.fromkeys(parameters) if not isinstance(p, OffloadedParameter)]
-    found = [p for p in held if p.grad is not None]
+    found = [p for p in dict.fromkeys(parameters) if not isinstance(p, OffloadedParameter) and p.grad is not None]
     for p in found:
         if p.grad is not None and p.grad.layout is not torch.strided:
             raise UserError(f"a parameter of shape {tuple(p.shape)} got a sparse gradient: make it with sparse=False")

@@ -254,19 +254,14 @@ def merging(model: nn.Module) -> Change:
 
     @torch.no_grad()
     def change(name: str, weight: torch.Tensor) -> torch.Tensor:
-        for layer in layers.get(name, ()):
-            weight = _merged(layer, weight)
+        for layer in layers.get(name, ()):  # PEFT merges in a copy of the layer whose base holds only this weight
+            place = next(p.device for p in layer.parameters() if not isinstance(p, OffloadedParameter))
+            base, one = copy.copy(layer.get_base_layer()), copy.copy(layer)
+            base._parameters = {"weight": nn.Parameter(weight.to(place, base.weight.dtype), requires_grad=False)}
+            one._modules = {**layer._modules, "base_layer": base}
+            one.merged_adapters = []
+            one.merge()
+            weight = base.weight.detach().cpu()
         return weight
 
     return change
-
-
-def _merged(layer: LoraLayer, weight: torch.Tensor) -> torch.Tensor:
-    """Return `weight` after PEFT's merge, run on a copy of the layer whose base holds only that weight."""
-    place = next(p.device for p in layer.parameters() if not isinstance(p, OffloadedParameter))
-    base, one = copy.copy(layer.get_base_layer()), copy.copy(layer)
-    base._parameters = {"weight": nn.Parameter(weight.to(place, base.weight.dtype), requires_grad=False)}
-    one._modules = {**layer._modules, "base_layer": base}
-    one.merged_adapters = []
-    one.merge()
-    return base.weight.detach().cpu()

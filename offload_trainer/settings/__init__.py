@@ -239,15 +239,11 @@ def _written(key: str, value: str | None, *, as_flag: bool) -> str:
         given = quote(value) if value else flag.metavar
         return f"{_name(key, as_flag=True)} {given}" if flag.metavar else _name(key, as_flag=True)
     engine = " --engine deepspeed" if key.startswith("deepspeed.") else ""
-    return f"{key}={_choices(key) if value is None else quote(value)}{engine}"
-
-
-def _choices(key: str) -> str:
-    """Return a summary of a key's allowed values: `off|forward|backward`, `N|auto`, `TEXT`."""
     kind: Any = all_keys()[key].annotation if key in all_keys() else str
     parts = list(_parts(kind))
     open_ended = ["N"] if int in parts or float in parts else ["TEXT"] if str in parts else []
-    return "|".join(dict.fromkeys([*open_ended, *literals_of(kind)]))
+    choices = "|".join(dict.fromkeys([*open_ended, *literals_of(kind)]))  # `off|forward|backward`, `N|auto`, `TEXT`
+    return f"{key}={choices if value is None else quote(value)}{engine}"
 
 
 def _is_allowed(key: str, text: str) -> bool:

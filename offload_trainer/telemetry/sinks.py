@@ -200,13 +200,7 @@ class Trackers:
     """Sends each record to all trackers in `names`, whose libraries queue it and return."""
 
     def __init__(
-        self,
-        names: Sequence[str],
-        directory: Path,
-        config: Mapping[str, Any],
-        *,
-        done: int,
-        say: Callable[[str], None],
+        self, names: Sequence[str], directory: Path, config: Mapping[str, Any], *, done: int, say: Callable[[str], None]
     ) -> None:
         """Start the trackers, which `refuse_missing` has accepted. Raises UserError if one cannot start.
 

@@ -24,7 +24,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from offload_trainer.config import OptimSection, TrainConfig
+from offload_trainer.config import TrainConfig
 from offload_trainer.data.run_data import UNKNOWN_IDENTITY
 from offload_trainer.data.tokenizer import load_tokenizer, save_tokenizer
 from offload_trainer.errors import TrainerError, UserError, reason
@@ -46,11 +46,7 @@ from offload_trainer.storage.tensorfile import DTYPES, describe_invalid_values
 _WORK = "the import to"  # purpose written in the scratch directory's mark
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 # Settings of a run that no foreign checkpoint records, so a resume does not compare them.
-_UNKNOWN = {
-    "model": ("attention",),
-    "train": ("micro_batch_size", "gradient_accumulation_steps"),
-    "placement": ("gpus",),
-}
+_UNKNOWN = ("model.attention", "train.micro_batch_size", "train.gradient_accumulation_steps", "placement.gpus")
 _STATE, _OPTIMIZER, _SCHEDULER, _SCALER = "trainer_state.json", "optimizer.pt", "scheduler.pt", "scaler.pt"
 _METADATA = ".metadata"
 _FSDP = ("pytorch_model_fsdp_0", "optimizer_0")  # directories that a Trainer with FSDP writes through accelerate
@@ -93,10 +89,8 @@ def import_checkpoint(source: Path, run: Path, config: TrainConfig, *, say: Call
     source is of another format, optimizer or model, or incomplete, or `run` exists, and TrainerError if the disk fails.
     """
     model = config.model
-    if config.optim.name != ADAMW.name:
-        raise UserError(
-            f"optim.name={config.optim.name}: an import brings AdamW's moments, so its run updates by adamw"
-        )
+    if (rule := config.optim.name) != ADAMW.name:
+        raise UserError(f"optim.name={rule}: an import brings AdamW's moments, so its run updates by adamw")
     directories = _directories_of(source)
     named = "name" in model.model_fields_set
     if not named:
@@ -113,9 +107,8 @@ def import_checkpoint(source: Path, run: Path, config: TrainConfig, *, say: Call
         module = of.meta()
         parts = module.named_parameters(remove_duplicate=False), module.named_buffers()
         names = _names_for(state, of.shape.weights, others=[name for part in parts for name, _ in part])
-        check_destination(
-            run.absolute(), 4 * sum(w.numel * (len(KINDS) if w.trainable else 1) for w in of.shape.weights)
-        )
+        size = 4 * sum(w.numel * (len(KINDS) if w.trainable else 1) for w in of.shape.weights)
+        check_destination(run.absolute(), size)
         steps = state.steps or config.train.steps
         try:
             with replacing(run.absolute(), what=_WORK) as new, scratch("offload-trainer-import-") as place:
@@ -135,7 +128,18 @@ def import_checkpoint(source: Path, run: Path, config: TrainConfig, *, say: Call
         say(f"the loss scale goes on at {scale.value:g}, after {scale.good_steps} steps without overflow")
     words = [*([] if named else ["--model", model.name]), "--output", str(run), "--steps", str(steps)]
     words += [f"optim.{key}={value!r}" for key, value in state.optim.items()]
-    rates = _rates(state, config.optim.model_copy(update=dict(state.optim)), steps=steps)
+    optim = config.optim.model_copy(update=dict(state.optim))
+    there, here = state.rate, learning_rate(state.step, optim, steps=steps)
+    rates = (
+        f"learning rate of step {state.step + 1}: {there:g} in the source; {here:g} here with --lr {optim.lr:g}, "
+        f"optim.schedule={optim.schedule}, optim.warmup_steps={optim.warmup_steps}, "
+        f"optim.schedule_delay={optim.schedule_delay} and --steps {steps}"
+    )
+    if not math.isclose(here, there, rel_tol=1e-6, abs_tol=1e-12):
+        rates += (
+            "\nThey differ: give this command and the run the source's optim.schedule, optim.warmup_steps and "
+            "optim.final_lr_ratio (0 in transformers' schedules)"
+        )
     return Imported(f"{state.told}, step {state.step}", made, bytes_below(made), join(words), rates)
 
 
@@ -216,7 +220,7 @@ def _common_prefix(keys: Collection[str], names: Sequence[str]) -> str:
 def _record(state: ForeignState, of: ModelSource, config: TrainConfig, *, steps: int, model: Path) -> RunRecord:
     """Return the checkpoint's record with the source's settings. A null in its identity is compared with nothing."""
     made = {
-        section: {key: value for key, value in keys.items() if key not in _UNKNOWN.get(section, ())}
+        section: {key: value for key, value in keys.items() if f"{section}.{key}" not in _UNKNOWN}
         for section, keys in config.model_dump(mode="json").items()
     }
     made["optim"] |= dict(state.optim, moment_dtype="fp32", master_dtype="fp32")  # those of the files
@@ -248,22 +252,6 @@ def _snapshot(state: ForeignState, of: ModelSource, *, names: Mapping[str, str])
     if state.loss_scale:
         engine = replace(engine, loss_scale=state.loss_scale)
     return BlockingSnapshot(engine, trained, fixed, dtype, read)
-
-
-def _rates(state: ForeignState, optim: OptimSection, *, steps: int) -> str:
-    """Describe the learning rate of the next step in the source, and in a run with these settings."""
-    there, here = state.rate, learning_rate(state.step, optim, steps=steps)
-    told = (
-        f"learning rate of step {state.step + 1}: {there:g} in the source; {here:g} here with --lr {optim.lr:g}, "
-        f"optim.schedule={optim.schedule}, optim.warmup_steps={optim.warmup_steps}, "
-        f"optim.schedule_delay={optim.schedule_delay} and --steps {steps}"
-    )
-    if math.isclose(here, there, rel_tol=1e-6, abs_tol=1e-12):
-        return told
-    return (
-        f"{told}\nThey differ: give this command and the run the source's optim.schedule, optim.warmup_steps and "
-        "optim.final_lr_ratio (0 in transformers' schedules)"
-    )
 
 
 # -- settings of both formats ------------------------------------------------------------------------------------------
@@ -395,35 +383,18 @@ _PLAIN: dict[tuple[str, str], Any] = {
 
 
 def _read_trainer(directory: Path, of: ModelSource, stack: ExitStack) -> ForeignState:
-    """Open model.safetensors (or shards), which `stack` closes, and optimizer.pt of a Trainer's checkpoint."""
+    """Open model.safetensors (or shards), which `stack` closes, and optimizer.pt of a Trainer's checkpoint.
+
+    optimizer.pt numbers parameters in the order of `Trainer.create_optimizer`, those with weight decay first, and does
+    not name them, so every count and shape is compared with the model's before a number is taken for a weight. Raises
+    UserError if the file is not the state_dict of torch's Adam or AdamW for the model's parameters.
+    """
     told = f"{directory} (transformers' Trainer)"
     if is_there(directory / "adapter_config.json"):
         raise UserError(f"{told}: holds adapters, and a run trains whole weights: merge them into their model first")
     model = of.meta()
     for weight in of.shape.weights:
         model.get_parameter(weight.name).requires_grad_(weight.trainable)
-    rate, optim, state = _read_optimizer(directory, model, told=told)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    updates = {name: int(moments["step"]) if moments else 0 for name, moments in state.items()}
-    weights, step = stack.enter_context(opened_weights(directory, model)), max(updates.values(), default=0)
-
-    def read(name: str, kind: str) -> torch.Tensor:
-        if kind == "master":
-            return weights.read(name)
-        return moments[kind] if (moments := state[name]) else torch.zeros(shapes[name])
-
-    return ForeignState(told=told, step=step, shapes=shapes, updates=updates, read=read, rate=rate, optim=optim)
-
-
-def _read_optimizer(
-    directory: Path, model: nn.Module, *, told: str
-) -> tuple[float, dict[str, Any], dict[str, dict[str, torch.Tensor] | None]]:
-    """Return `rate` and `optim` of a ForeignState, and the moments of each trained parameter, None before its first.
-
-    optimizer.pt numbers parameters in the order of `Trainer.create_optimizer`, those with weight decay first, and does
-    not name them, so every count and shape is compared with the model's before a number is taken for a weight. Raises
-    UserError if the file is not the state_dict of torch's Adam or AdamW for the model's parameters.
-    """
     saved = _load_pickle(directory / _OPTIMIZER)
     groups, state = (saved.get(key) if isinstance(saved, Mapping) else None for key in ("param_groups", "state"))
     if not isinstance(groups, list) or not isinstance(state, dict):
@@ -461,7 +432,17 @@ def _read_optimizer(
         raise UserError(
             f"{told}: {len(wrong)} moments do not have the shapes of the model's weights, the first: {wrong[0]}"
         )
-    return rate, optim, {name: state.get(number) for name, number in number_of.items()}
+    known: dict[str, dict[str, torch.Tensor] | None] = {name: state.get(number) for name, number in number_of.items()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    updates = {name: int(moments["step"]) if moments else 0 for name, moments in known.items()}
+    weights, step = stack.enter_context(opened_weights(directory, model)), max(updates.values(), default=0)
+
+    def read(name: str, kind: str) -> torch.Tensor:
+        if kind == "master":
+            return weights.read(name)
+        return moments[kind] if (moments := known[name]) else torch.zeros(shapes[name])
+
+    return ForeignState(told=told, step=step, shapes=shapes, updates=updates, read=read, rate=rate, optim=optim)
 
 
 # -- torch.distributed.checkpoint: .metadata names the chunks of tensors in the files __N_M.distcp ---------------------

@@ -126,8 +126,7 @@ def _line(name: str, words: str, plan: Plan) -> str:
     step = plan.forecast.step
     seconds = "unknown" if step is None else format_seconds(step)
     speed = "" if step is None else f"{format_count(plan.work.tokens / step)} tokens/s"
-    gpu = plan.tiers[GPU_NAME]["need"] // plan.work.here
-    sizes = {"GPU": gpu, "RAM": plan.tiers[RAM_NAME]["need"]}
+    sizes = {"GPU": plan.tiers[GPU_NAME]["need"] // plan.work.here, "RAM": plan.tiers[RAM_NAME]["need"]}
     for title, place in (("between GPUs", GPUS), ("network", NETWORK)):
         moved = [(one.read, one.written) for one in plan.links if one.place == place]
         sizes[title] = max(map(sum, zip(*moved, strict=True)), default=0)  # of the direction that has more

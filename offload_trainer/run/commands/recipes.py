@@ -70,8 +70,7 @@ def copy_recipe(name: str, destination: Path | None) -> tuple[Path, str]:
     file = known[name].file
     path = destination or Path(file)
     path = path / file if path.is_dir() else path
-    if path.suffix != Path(file).suffix:
-        ending = Path(file).suffix
+    if path.suffix != (ending := Path(file).suffix):
         raise UserError(f"{shown(str(path))}: {name}'s name ends in {ending}, and there is no such directory")
     write_new(path, known[name].text.replace(f"configs/{file}", quote(str(path))))
     return path, known[name].run.replace(f"configs/{file}", quote(str(path)))

@@ -117,11 +117,11 @@ def compared(directories: Sequence[Path]) -> list[RunSummary]:
     return runs
 
 
-def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the run's configuration by section.key, and the facts of its plan."""
     try:
-        sections = read_yaml(directory / "config.yaml")
-        plan = parsed(file_bytes(directory / "plan.json"), dict)
+        sections = read_yaml(run / "config.yaml")
+        plan = parsed(file_bytes(run / "plan.json"), dict)
         seconds = plan["seconds"].values()
         facts = {
             "placement": plan["chosen"]["homes"],
@@ -130,11 +130,9 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         }
         return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}, facts
     except OSError as error:
-        raise UserError(f"{directory} holds no run: {error.filename}: {error.strerror}") from error
+        raise UserError(f"{run} holds no run: {error.filename}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{directory}: its config.yaml or plan.json was not written by a run: {one_line(error)}"
-        ) from error
+        raise UserError(f"{run}: its config.yaml or plan.json was not written by a run: {one_line(error)}") from error
 
 
 def comparison(runs: Sequence[RunSummary]) -> list[tuple[str, ...]]:

@@ -76,12 +76,7 @@ def steered_phase(plan: Plan) -> str:
 
 
 def tune(
-    words: Sequence[str],
-    groups: Sequence[Sequence[str]],
-    *,
-    phase: str,
-    steps: int,
-    say: Callable[[str], None],
+    words: Sequence[str], groups: Sequence[Sequence[str]], *, phase: str, steps: int, say: Callable[[str], None]
 ) -> list[Trial]:
     """Run the trials and return them, the chosen one first.
 

@@ -193,11 +193,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
     before = job.counted or read_io()
     group, result, seconds = _timed_step(job, batches, lr=lr, last=state.step + 1 == job.train.steps)
     after, phases = read_io(), job.clock.take()
-    moved, tokens = after - before, sum(batch.tokens for batch in group)
-    # Traffic of all ranks is None if one of them cannot count it. Rows that ranks share count once.
-    read, written, counts = zip(*all_gather_json((moved.read_bytes, moved.written_bytes, tokens)), strict=True)
-    drive = IoCount(*(None if None in way else sum(way) for way in (read, written)))
-    tokens = sum(counts) * job.engine.world // len(counts)
+    drive, tokens = _of_all_ranks(job, after - before, tokens=sum(batch.tokens for batch in group))
     job.counted = after if result.update_running else None
     state = TrainState(step=state.step + 1, tokens=state.tokens + tokens, data_position=group[-1].data_position)
     if job.telemetry:
@@ -223,6 +219,14 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
     if result.skipped:
         everybody().first(partial(_refuse_nonfinite, job, result, step=state.step))
     return state
+
+
+def _of_all_ranks(job: Job, moved: IoCount, *, tokens: int) -> tuple[IoCount, int]:
+    """Return drive traffic (None if a rank cannot count it) and tokens of all ranks; rows they share count once."""
+    mine = (moved.read_bytes, moved.written_bytes, tokens)
+    read, written, counts = zip(*all_gather_json(mine), strict=True)
+    drive = IoCount(*(None if None in way else sum(way) for way in (read, written)))
+    return drive, sum(counts) * job.engine.world // len(counts)
 
 
 def _timed_step(

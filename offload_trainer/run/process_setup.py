@@ -76,8 +76,8 @@ def prepare_process(config: TrainConfig) -> int:
     each = max(1, cores // ranks) if config.placement.threads == "auto" else config.placement.threads
     threads = each * ranks if alone else each
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    # Threads that wait for others of a product would otherwise spin on the cores that the update needs.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if config.placement.nvme:  # Threads that wait for others of a product would spin on cores that the update needs.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # The default is 8 hardware queues; copies in each direction, the update and NCCL use separate streams.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")

@@ -440,7 +440,7 @@ def test_variables_of_libraries_are_set_before_their_start_unless_the_user_has(m
         monkeypatch.setattr(process_setup, "end_without_launcher", lambda say: None)
         kept = {key: value for key, value in os.environ.items() if key not in names}
         monkeypatch.setattr(os, "environ", kept | environment)
-        process_setup.prepare_process(load_config([]))
+        process_setup.prepare_process(load_config(["--nvme", "."]))
         return [os.environ.get(name) for name in names]
 
     # Both names are set: torch 2.9 and later read the first, and warn if they must read the second.

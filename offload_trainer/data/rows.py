@@ -134,7 +134,7 @@ class Mixture(JoinedFiles):
                 raise UserError(f"data.mixture: {listing} differ in kind: use only conversations, or only text")
         self._seq_len = seq_len
         self.splits = tuple(
-            split_rows(len(file), seq_len=seq_len, validation=validation, name=name)
+            split_rows(len(file), seq_len=seq_len, validation=validation, name=f"data.mixture: {name}")
             for file, name in zip(files, names, strict=True)
         )
         self._rows = [len(split.train) for split in self.splits]

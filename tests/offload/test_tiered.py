@@ -156,7 +156,7 @@ FP16 = ["--dtype", "fp16", "--accumulate", "3"]
 def test_state_resumes_in_another_placement_bit_for_bit(
     before: str, after: list[str], words: list[str], folder: Path, tmp_path: Path
 ) -> None:
-    """State saved from one drive resumes on three drives, in other shares, and in plain torch."""
+    """State saved from one drive resumes on three drives and in other shares, with the steps of plain torch."""
     model, accumulate = gpt2(folder, tied=words == FP16), 3 if words == FP16 else 1
     half, data = 2 * accumulate, batches(4 * accumulate)
     with engine(model, *HOMES[before], *words, drives=[folder / "a"]) as ours:
@@ -171,10 +171,6 @@ def test_state_resumes_in_another_placement_bit_for_bit(
         assert saved(other, tmp_path / "again") == whole
     if not any(word.startswith("optim.") for word in words):
         assert steps == plain(model, 4, *words, accumulate=accumulate)[0]
-        with engine(model, *REFERENCE, *words) as other:
-            other.load(tmp_path / "half")
-            assert train(other, data[half:], accumulate=accumulate) == steps[2:]
-            assert_same(masters(other), weights)
 
 
 def test_masters_are_converted_to_the_format_of_the_run_that_resumes(build: Build, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from typing import Any
 import peers
 from worker import Failure, Worker, facts
 
-from offload_trainer.errors import TrainerError
+from offload_trainer.common.errors import TrainerError
 
 SECONDS = ("step", "forward", "backward", "update")
 

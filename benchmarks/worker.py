@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from offload_trainer.errors import explain
+from offload_trainer.common.errors import explain
 from offload_trainer.storage.owned_dirs import scratch
 
 ROOT = Path(__file__).resolve().parent.parent

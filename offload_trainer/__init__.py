@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 __all__ = ["NonFiniteGradient", "Session", "TrainerError", "UserError", "load", "offload"]
 
 if TYPE_CHECKING:
-    from offload_trainer.errors import NonFiniteGradient, TrainerError, UserError
+    from offload_trainer.common.errors import NonFiniteGradient, TrainerError, UserError
     from offload_trainer.session.api import load, offload
     from offload_trainer.session.session import Session
 
@@ -22,4 +22,4 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     places = {"load": "session.api", "offload": "session.api", "Session": "session.session"}
-    return getattr(import_module(f"offload_trainer.{places.get(name, 'errors')}"), name)
+    return getattr(import_module(f"offload_trainer.{places.get(name, 'common.errors')}"), name)

@@ -14,7 +14,7 @@ def main() -> int:
     try:
         from offload_trainer.cli import main as command
     except ImportError as error:
-        from offload_trainer.errors import explain
+        from offload_trainer.common.errors import explain
 
         if (message := explain(error)) is None:
             raise

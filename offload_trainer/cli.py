@@ -23,16 +23,16 @@ from typing import Annotated, Any, NoReturn
 from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError
 
 from offload_trainer import __version__
+from offload_trainer.common.errors import RERUN_HINT, PeerFailed, Stopped, TrainerError, UserError, exit_code, explain
+from offload_trainer.common.stdio import lasting_streams
+from offload_trainer.common.units import format_bytes, shown
 from offload_trainer.config import TrainConfig
-from offload_trainer.errors import RERUN_HINT, PeerFailed, Stopped, TrainerError, UserError, exit_code, explain
 from offload_trainer.model.presets import PRESETS
 from offload_trainer.plan.machine import describe_rates, read_machine
 from offload_trainer.run import process_setup
 from offload_trainer.run.signals import stop_at_once
 from offload_trainer.settings import FLAGS, all_keys, dump_config, file_hint, load_config, refuse_unwritable
 from offload_trainer.settings.synonyms import command_of, nearest
-from offload_trainer.stdio import lasting_streams
-from offload_trainer.units import format_bytes, shown
 
 
 def main(words: list[str] | None = None) -> int:

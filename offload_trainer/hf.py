@@ -23,12 +23,12 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotate_checkpoints
 
-from offload_trainer.errors import UserError
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.safe_files import file_bytes
 from offload_trainer.model.loader import write_config
 from offload_trainer.offloading.weights.parameter import OffloadedParameter
 from offload_trainer.ranks import wait_for_all
 from offload_trainer.run.export import EXPORT
-from offload_trainer.safe_files import file_bytes
 from offload_trainer.session.api import SessionKeys
 from offload_trainer.session.api import load as load_session
 from offload_trainer.session.optimizer import OffloadedOptimizer

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from pydantic_core import to_json
 from torch.distributed.rendezvous import rendezvous
 
-from offload_trainer.errors import LOST, RERUN_HINT, STORE, PeerFailed, TrainerError, UserError
-from offload_trainer.safe_files import parsed, shown
+from offload_trainer.common.errors import LOST, RERUN_HINT, STORE, PeerFailed, TrainerError, UserError
+from offload_trainer.common.safe_files import parsed, shown
 
 T = TypeVar("T")
 Addressed = Sequence[tuple[int, torch.Tensor]]  # (rank, 1-D and contiguous, on the CPU)

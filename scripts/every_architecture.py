@@ -39,8 +39,8 @@ from tiny_models import VOCABULARY, kinds, tiny_config
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from offload_trainer.common.errors import TrainerError, UserError
 from offload_trainer.data.rows import Batch
-from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.init_weights import initial_weights
 from offload_trainer.model.tiny_model import refuse_crossing
 from offload_trainer.storage.owned_dirs import scratch

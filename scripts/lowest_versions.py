@@ -20,7 +20,7 @@ import sysconfig
 from importlib.metadata import version
 from pathlib import Path
 
-from offload_trainer.packages import OPTIONAL, REQUIRED
+from offload_trainer.common.packages import OPTIONAL, REQUIRED
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("pytest", "pytest-xdist")

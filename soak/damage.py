@@ -32,11 +32,11 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from offload_trainer.common.errors import TrainerError
 from offload_trainer.config import ModelSection, TrainConfig
 from offload_trainer.data.rows import Batch, RowReader, split_rows
 from offload_trainer.data.tokenfile import TokenFile, write_tokens
 from offload_trainer.engine.tiered import TieredEngine
-from offload_trainer.errors import TrainerError
 from offload_trainer.machine import rate_cache
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import ModelSource, resolve_model, save_model_config

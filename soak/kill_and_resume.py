@@ -30,8 +30,8 @@ from pathlib import Path
 
 from runs import Difference, Run, checkpoints_in, compare, count_lines, finish, verify_checkpoint
 
+from offload_trainer.common.errors import UserError
 from offload_trainer.config import SaveSection
-from offload_trainer.errors import UserError
 from offload_trainer.run.resume import newest_state
 
 STEPS = 14

@@ -21,9 +21,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from offload_trainer.errors import UserError
-from offload_trainer.safe_files import open_given
-from offload_trainer.units import format_bytes
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.safe_files import open_given
+from offload_trainer.common.units import format_bytes
 
 TABLES = (".parquet", ".arrow")  # Arrow files as `datasets` saves them
 RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")  # also when compressed

@@ -25,10 +25,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.packages import is_installed, to_install
 from offload_trainer.data.documents import Example, Message, json_in, texts_in
 from offload_trainer.data.tokenizer import document_marks
-from offload_trainer.errors import UserError
-from offload_trainer.packages import is_installed, to_install
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PIECES = re.compile(r"\n|</?\w+>")  # templates may change the text between these: reasoning moves, lines are stripped

@@ -22,13 +22,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.units import format_count
 from offload_trainer.config import DataSection
 from offload_trainer.data import documents
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
 from offload_trainer.data.tokenizer import document_marks, vocabulary_size
-from offload_trainer.errors import UserError
-from offload_trainer.units import format_count
 
 PIECE = 1 << 16  # characters
 # A batch for one call: large enough for a multi-threaded tokenizer, small enough for memory.

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from offload_trainer.common.errors import TrainerError, UserError
 from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED, TokenFile
-from offload_trainer.errors import TrainerError, UserError
 
 IGNORED = -100  # a target that is not counted in the loss; the same value as in torch and transformers
 _ROUNDS = 8

@@ -20,6 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from offload_trainer.common.errors import TrainerError, UserError
+from offload_trainer.common.safe_files import file_bytes, open_given, parsed
+from offload_trainer.common.units import format_bytes, format_count, format_seconds, is_utf8
 from offload_trainer.config import DataSection
 from offload_trainer.data.loss_mask import AnswerEncoder
 from offload_trainer.data.packing import Encoder, TokenSpec, records_in
@@ -28,12 +31,9 @@ from offload_trainer.data.sources import find_sources
 from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.data.tokenfile import NOT_LEARNED, TokenFile, cached, stated_facts, write_tokens
 from offload_trainer.data.tokenizer import document_marks, load_tokenizer, tokenizer_fingerprint, vocabulary_size
-from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.ranks import rank_zero_first
-from offload_trainer.safe_files import file_bytes, open_given, parsed
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.owned_dirs import MODE, cache_directory, open_owned
-from offload_trainer.units import format_bytes, format_count, format_seconds, is_utf8
 
 # Increase it when the same text or conversations and tokenizer give other ids than before.
 FORMAT = 4

@@ -14,11 +14,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.packages import is_installed, lacks
+from offload_trainer.common.safe_files import file_bytes, one_line, open_given, parsed, parsed_yaml
 from offload_trainer.config import STREAM
 from offload_trainer.data.documents import COMPRESSED, RECORDS, TABLES, holds_records, kind_of, printable
-from offload_trainer.errors import UserError
-from offload_trainer.packages import is_installed, lacks
-from offload_trainer.safe_files import file_bytes, one_line, open_given, parsed, parsed_yaml
 
 BUILTIN_CORPUS = Path(__file__).parent / "builtin" / "corpus.txt"
 TEXT_SUFFIXES = (".txt", ".md", *RECORDS)  # also when compressed

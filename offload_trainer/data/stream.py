@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 
+from offload_trainer.common.errors import RERUN_HINT, TrainerError
+from offload_trainer.common.safe_files import Count, Crc32, Line, exact_record, file_bytes, one_line, parsed
 from offload_trainer.data.documents import TEXT, Example, form_of_record, without_nulls
 from offload_trainer.data.packing import TokenSpec, records_in
 from offload_trainer.data.sources import find_sources, load_from_hub
-from offload_trainer.errors import RERUN_HINT, TrainerError
-from offload_trainer.safe_files import Count, Crc32, Line, exact_record, file_bytes, one_line, parsed
 from offload_trainer.storage.atomic_io import open_to_append
 
 POINTS = "stream.jsonl"

@@ -20,12 +20,21 @@ from typing import Annotated, Any, BinaryIO, Literal
 import numpy as np
 from pydantic import Field
 
-from offload_trainer.errors import RERUN_HINT, TrainerError, UserError, reason
-from offload_trainer.safe_files import Count, Crc32s, Line, file_bytes, is_there, lenient_record, open_file, parsed
+from offload_trainer.common.errors import RERUN_HINT, TrainerError, UserError, reason
+from offload_trainer.common.safe_files import (
+    Count,
+    Crc32s,
+    Line,
+    file_bytes,
+    is_there,
+    lenient_record,
+    open_file,
+    parsed,
+)
+from offload_trainer.common.units import format_bytes
 from offload_trainer.storage import owned_dirs
 from offload_trainer.storage.atomic_io import sync_directory, write_bytes
 from offload_trainer.storage.owned_dirs import MODE, open_owned
-from offload_trainer.units import format_bytes
 
 BLOCK = 1 << 20  # bytes covered by one CRC-32
 # Marks in the upper bits of an id in a file of rows of conversations (packing.py)

@@ -10,8 +10,8 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from offload_trainer.errors import UserError, reason
-from offload_trainer.safe_files import file_bytes, read_back, refuse_pipes
+from offload_trainer.common.errors import UserError, reason
+from offload_trainer.common.safe_files import file_bytes, read_back, refuse_pipes
 from offload_trainer.storage.atomic_io import write_text
 
 _FILES = (

@@ -22,10 +22,12 @@ import psutil
 import torch
 from torch import nn
 
+from offload_trainer.common.errors import TrainerError
+from offload_trainer.common.packages import is_installed, lacks, to_install
+from offload_trainer.common.stdio import write_now
 from offload_trainer.config import DeepSpeedSection, OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.protocol import StepResult
-from offload_trainer.errors import TrainerError
 from offload_trainer.model.init_weights import set_buffer
 from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import as_parameter
@@ -38,14 +40,12 @@ from offload_trainer.optim.state_files import (
     read_engine_state,
     read_tensors,
 )
-from offload_trainer.packages import is_installed, lacks, to_install
 from offload_trainer.plan.deepspeed import ZeroSizes
 from offload_trainer.plan.shape import decay_groups
 from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS, MOMENTS
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.plan.workload import Workload
 from offload_trainer.ranks import all_gather_json, join_torch
-from offload_trainer.stdio import write_now
 from offload_trainer.storage.locks import exclusive_lock
 from offload_trainer.storage.owned_dirs import reason
 from offload_trainer.storage.tensorfile import DTYPES

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from offload_trainer.common.errors import TrainerError, UserError
 from offload_trainer.config import OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.protocol import StepResult
-from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.breadth_first import BreadthFirst
 from offload_trainer.model.init_weights import parameters_without_memory, set_buffer, without_values
 from offload_trainer.model.loader import ModelSource

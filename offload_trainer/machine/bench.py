@@ -24,7 +24,9 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 from torch.nn import functional
 
 from offload_trainer import ranks as all_ranks
-from offload_trainer.errors import STORE, TrainerError, UserError
+from offload_trainer.common.errors import STORE, TrainerError, UserError
+from offload_trainer.common.safe_files import parsed
+from offload_trainer.common.units import format_bytes
 from offload_trainer.offloading.pages.store import PageTable
 from offload_trainer.optim.cross_entropy import cross_entropy
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
@@ -52,13 +54,11 @@ from offload_trainer.plan.step_time import RATE, products_of
 from offload_trainer.plan.tiered.layout import Page
 from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, MOMENTS, StateFormat
 from offload_trainer.plan.tiers import RAM
-from offload_trainer.safe_files import parsed
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.storage.scratch_dir import leased
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.storage.transfer import DriveFile, Transfers, done
-from offload_trainer.units import format_bytes
 
 _PIECE = 32 << 20  # bytes of one transfer, about the size of a page of the tiered engine
 _BUFFERS = 6

@@ -13,9 +13,9 @@ from typing import Any
 
 import psutil
 
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.packages import OPTIONAL, is_installed
 from offload_trainer.config import PlacementSection
-from offload_trainer.errors import UserError
-from offload_trainer.packages import OPTIONAL, is_installed
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.memory import CUDA_CONTEXT
 from offload_trainer.storage.scratch_dir import root_of

@@ -13,10 +13,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from offload_trainer.errors import UserError
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.safe_files import Count, Kind, as_kind, file_bytes, is_there, parsed, shown
+from offload_trainer.common.stdio import write_now
 from offload_trainer.plan.machine import DriveFacts, DriveRates, Links, MachineProfile, Rates
-from offload_trainer.safe_files import Count, Kind, as_kind, file_bytes, is_there, parsed, shown
-from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, write_text
 from offload_trainer.storage.locks import exclusive_lock
 from offload_trainer.storage.owned_dirs import MODE, cache_directory, open_owned, reason

@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
-from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.common.errors import TrainerError, UserError
 from offload_trainer.model.loader import checkpoint_blocks
 from offload_trainer.model.loss import CausalLoss, adds_router_loss
 from offload_trainer.model.tiny_model import TrialFailed, random_ids, try_on_tiny_model

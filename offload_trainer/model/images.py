@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from offload_trainer.errors import UserError
+from offload_trainer.common.errors import UserError
 from offload_trainer.plan.shape import ImageParts, Order, Weight
 
 Patches = int | Literal["auto"]  # patches of a row's images; 0: rows hold text alone

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, TextStreamer
 from transformers.initialization import no_init_weights
 
-from offload_trainer.errors import TrainerError
+from offload_trainer.common.errors import TrainerError
 from offload_trainer.model.images import auto_class
 from offload_trainer.model.init_weights import parameters_without_memory, without_values
 from offload_trainer.model.pretrained import config_in

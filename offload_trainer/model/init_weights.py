@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
-from offload_trainer.errors import TrainerError
+from offload_trainer.common.errors import TrainerError
 from offload_trainer.model.images import auto_class
 
 NamedTensor = tuple[str, torch.Tensor]

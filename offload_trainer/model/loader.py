@@ -19,8 +19,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.safe_files import one_line, read_back
 from offload_trainer.config import ModelSection
-from offload_trainer.errors import UserError
 from offload_trainer.model import pretrained
 from offload_trainer.model.attention import repeat_keys_where_needed
 from offload_trainer.model.images import Patches, auto_class, settle_class, text_alone_requires_grads
@@ -31,7 +32,6 @@ from offload_trainer.model.shape import block_names, model_shape
 from offload_trainer.model.tiny_model import refuse_crossing
 from offload_trainer.plan.planner import checkpointed_blocks
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.safe_files import one_line, read_back
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.manifest import CONFIG
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from offload_trainer.errors import UserError
+from offload_trainer.common.errors import UserError
 from offload_trainer.optim.cross_entropy import IGNORED, cross_entropy
 from offload_trainer.plan.shape import loss_pieces
 

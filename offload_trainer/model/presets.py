@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from offload_trainer.errors import UserError
+from offload_trainer.common.errors import UserError
 
 
 def _gpt2(layers: int, hidden: int, heads: int, *, vocabulary: int = 50304, context: int = 1024) -> dict[str, Any]:

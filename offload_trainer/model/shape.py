@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
+from offload_trainer.common.errors import UserError
 from offload_trainer.config import ModelSection
-from offload_trainer.errors import UserError
 from offload_trainer.model.activations import ModelMemory, count_activations
 from offload_trainer.model.images import Patches, class_names, image_parts, with_images
 from offload_trainer.model.loss import head_needs_only_hidden_states

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from offload_trainer.errors import UserError
-from offload_trainer.safe_files import one_line
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.safe_files import one_line
 
 VOCABULARY, POSITIONS, HIDDEN, HEADS = 211, 64, 32, 4
 

@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachingTorchDispatchMode
 
-from offload_trainer.errors import UserError
+from offload_trainer.common.errors import UserError
 
 
 def in_backward() -> bool:

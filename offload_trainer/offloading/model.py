@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from offload_trainer.errors import UserError
+from offload_trainer.common.errors import UserError
 from offload_trainer.offloading.allocation import EngineParts, allocate_stores
 from offload_trainer.offloading.device import Device, DeviceCopy
 from offload_trainer.offloading.gradients.collector import Gradients

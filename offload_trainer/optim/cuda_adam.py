@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import torch
 
-from offload_trainer.errors import TrainerError
+from offload_trainer.common.errors import TrainerError
 from offload_trainer.optim.kernel_api import PageUpdate
 from offload_trainer.optim.kernel_cache import private_directory
 from offload_trainer.optim.kernels import matches_bitwise

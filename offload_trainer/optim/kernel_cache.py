@@ -15,9 +15,9 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-from offload_trainer.errors import TrainerError
-from offload_trainer.safe_files import file_bytes
-from offload_trainer.stdio import write_now
+from offload_trainer.common.errors import TrainerError
+from offload_trainer.common.safe_files import file_bytes
+from offload_trainer.common.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, write_bytes, write_text
 from offload_trainer.storage.locks import exclusive_lock
 from offload_trainer.storage.owned_dirs import MODE, cache_directory, is_ours, open_owned, scratch

@@ -5,7 +5,7 @@ from itertools import product
 
 import torch
 
-from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.common.errors import TrainerError, UserError
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, TorchKernel
 from offload_trainer.optim.moments import Noise, stored_field
 from offload_trainer.optim.native_kernel import ORDERS, UNKNOWN, NativeKernel

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from offload_trainer.errors import TrainerError
+from offload_trainer.common.errors import TrainerError
 from offload_trainer.optim.kernel_api import PageUpdate, Sum, zlib_sum
 from offload_trainer.optim.kernel_cache import FLAGS, SOURCE, built
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table

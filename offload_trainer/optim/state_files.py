@@ -21,8 +21,9 @@ from typing import Annotated, Self
 import torch
 from pydantic import Field, Strict
 
+from offload_trainer.common.errors import TrainerError, UserError
+from offload_trainer.common.safe_files import Number, Steps, exact_record, read_back
 from offload_trainer.config import RuleName
-from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.optim.moments import StoredField
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
 from offload_trainer.plan.tiered.state_formats import (
@@ -36,7 +37,6 @@ from offload_trainer.plan.tiered.state_formats import (
     state_format,
 )
 from offload_trainer.ranks import ALONE, Group
-from offload_trainer.safe_files import Number, Steps, exact_record, read_back
 from offload_trainer.storage.atomic_io import StoredFile, write_text
 from offload_trainer.storage.tensorfile import (
     PlacedWriter,

@@ -8,13 +8,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from offload_trainer.common.units import format_bytes
 from offload_trainer.plan.machine import MachineProfile, Rate
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.step_time import PHASES, Bound, Traffic
 from offload_trainer.plan.tiered.layout import DEVICE, Place, TierMap, Unit, range_of_rank, rank_of
 from offload_trainer.plan.tiers import on_drive
 from offload_trainer.plan.workload import Workload
-from offload_trainer.units import format_bytes
 
 STEP_BARRIERS = 5  # barriers per step in addition to those of units: targets, losses, sums, norm, step
 OUTBOX, NETWORK, GPUS = "outboxes", "network", "gpus"

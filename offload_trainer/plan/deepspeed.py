@@ -14,8 +14,9 @@ from functools import partial
 from itertools import accumulate
 from typing import Literal
 
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.units import format_bytes, format_count
 from offload_trainer.config import DeepSpeedSection, PlacementSection
-from offload_trainer.errors import UserError
 from offload_trainer.plan.communication import (
     as_traffic,
     link_seconds,
@@ -41,7 +42,6 @@ from offload_trainer.plan.step_time import (
 )
 from offload_trainer.plan.tiers import RAM_NAME, Item, Placement, TierKind, kind_asked
 from offload_trainer.plan.workload import Workload
-from offload_trainer.units import format_bytes, format_count
 
 # From the fastest to the one that needs the least memory.
 _HOMES = ("gpu", "gpu"), ("gpu", "cpu"), ("cpu", "cpu"), ("gpu", "nvme"), ("cpu", "nvme"), ("nvme", "nvme")

@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from offload_trainer.errors import UserError
-from offload_trainer.safe_files import Count, Flag, Line, Number, as_kind, exact_record, parsed, read_back
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.safe_files import Count, Flag, Line, Number, as_kind, exact_record, parsed, read_back
 
 Origin = Literal["measured", "specified", "assumed"]
 Speed = Annotated[Number, Field(ge=1, le=1e24)]

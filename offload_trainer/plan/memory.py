@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from offload_trainer.common.units import format_bytes
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.shape import KEPT, Activations, Growth, ModelShape, Part, Weight, estimated, loss_pieces
 from offload_trainer.plan.tiered.layout import aligned
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item
 from offload_trainer.plan.workload import Workload
-from offload_trainer.units import format_bytes
 
 CUDA_CONTEXT = 500_000_000  # GPU memory that the driver takes per process; a machine's free bytes include it
 # The part of each GPU that no plan fills: cuBLAS workspaces, kernels that are loaded on first launch, rounding.

@@ -9,13 +9,13 @@ from shlex import quote
 from textwrap import wrap
 from typing import Any
 
-from offload_trainer.errors import UserError
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.units import format_bytes, format_count, format_seconds, screen_columns
 from offload_trainer.plan.deepspeed import ZeroSizes
 from offload_trainer.plan.step_time import DEVICE_COPIES, PHASES, Forecast, Traffic, tokens_that_hide_the_update
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, Placement
 from offload_trainer.plan.workload import Workload
-from offload_trainer.units import format_bytes, format_count, format_seconds, screen_columns
 
 _LINES, _REJECTED = 25, 2  # lines of the screen, and placements that it rejects by name
 _MOST = 3  # items of a tier that the screen names

@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.packages import lacks
+from offload_trainer.common.units import format_bytes, format_count, format_seconds
 from offload_trainer.config import STREAM, ModelSection, OptimSection, TrainConfig
-from offload_trainer.errors import UserError
-from offload_trainer.packages import lacks
 from offload_trainer.plan.deepspeed import DeepSpeed, DeepSpeedCandidate
 from offload_trainer.plan.machine import MachineProfile, card_mistakes, has_bf16
 from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, image_note, reserve_items, saved_items, with_rate
@@ -25,7 +26,6 @@ from offload_trainer.plan.tiered.state_formats import BF16, FORMATS, RULES, stat
 from offload_trainer.plan.tiered.weight_streaming import at_once
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, TierKind
 from offload_trainer.plan.workload import Workload
-from offload_trainer.units import format_bytes, format_count, format_seconds
 
 LONGEST_ROW = 1024  # tokens, if the length of a row is `auto` and the model's context is not shorter
 _ALIKE = 1.05  # steps within this factor count as equally fast

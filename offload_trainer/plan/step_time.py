@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import prod
 
+from offload_trainer.common.units import format_bytes, format_count
 from offload_trainer.plan.machine import MachineProfile, Rate, layer_key, update_key
 from offload_trainer.plan.memory import mapped_from
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.layout import TierMap, Unit, first_block
 from offload_trainer.plan.tiers import DEVICE, on_drive
 from offload_trainer.plan.workload import Workload
-from offload_trainer.units import format_bytes, format_count
 
 DEVICE_COPIES = "device"  # the place of copies between host memory and a device
 

@@ -16,12 +16,13 @@ from pathlib import Path
 
 import torch
 
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.units import format_bytes, format_seconds
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.run_data import RunData
 from offload_trainer.data.stream import POINTS
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.protocol import Engine
-from offload_trainer.errors import UserError
 from offload_trainer.plan.deepspeed import ZeroSizes
 from offload_trainer.plan.memory import checkpoint_bytes, heap_limit
 from offload_trainer.plan.planner import mistakes_of_length
@@ -38,7 +39,6 @@ from offload_trainer.storage.scratch_dir import PAGES, empty_list, hold, leased
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.telemetry.meters import PhaseClock, peak_rss_bytes
 from offload_trainer.telemetry.sinks import Screen, Telemetry
-from offload_trainer.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)

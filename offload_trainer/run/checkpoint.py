@@ -21,18 +21,18 @@ from typing import Any
 import torch
 
 from offload_trainer import __version__
+from offload_trainer.common.errors import LOST, RERUN_HINT, TrainerError, UserError, reason
+from offload_trainer.common.safe_files import Count, Steps, exact_record, lenient_record, read_back, shown
+from offload_trainer.common.units import format_bytes, format_seconds
 from offload_trainer.config import OptimSection
 from offload_trainer.engine.protocol import Engine, Snapshot
-from offload_trainer.errors import LOST, RERUN_HINT, TrainerError, UserError, reason
 from offload_trainer.ranks import ALONE, Group, everybody, group_of, wait_for_all
-from offload_trainer.safe_files import Count, Steps, exact_record, lenient_record, read_back, shown
 from offload_trainer.storage.atomic_io import StoredFile, bytes_below, copy_tree, sync_directory, sync_file, write_text
 from offload_trainer.storage.locks import NoLocks, shared_lock
 from offload_trainer.storage.manifest import FORMAT, MANIFEST, Manifest, checked_manifest, refuse_other_run
 from offload_trainer.storage.owned_dirs import name_in_workplace, replacing
 from offload_trainer.storage.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of
 from offload_trainer.storage.transfer import Future, Workers
-from offload_trainer.units import format_bytes, format_seconds
 
 RESIDENT, MADE = "resident", "run.json"
 _LOGS = "metrics.jsonl", "evaluations.jsonl"  # of the run directory; synced before a checkpoint is complete

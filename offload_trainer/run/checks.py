@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from offload_trainer import __version__
+from offload_trainer.common.errors import PeerFailed, UserError
+from offload_trainer.common.safe_files import is_there, shown
 from offload_trainer.data.run_data import UNKNOWN_IDENTITY, check_data
-from offload_trainer.errors import PeerFailed, UserError
 from offload_trainer.optim.cpu_units import has_native_16bit
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.planner import room_of
@@ -31,7 +32,6 @@ from offload_trainer.run.checkpoint import check_identity
 from offload_trainer.run.directory import refuse_strangers
 from offload_trainer.run.export import FINAL_RECORD
 from offload_trainer.run.planning import Planned
-from offload_trainer.safe_files import is_there, shown
 from offload_trainer.settings import refuse_unwritable
 from offload_trainer.storage.retention import complete_checkpoints, find_resume, step_of
 from offload_trainer.telemetry.sinks import refuse_missing

@@ -14,23 +14,23 @@ from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
+from offload_trainer.common.errors import TrainerError, UserError, explain
+from offload_trainer.common.packages import version_of
+from offload_trainer.common.safe_files import is_there, read_back
+from offload_trainer.common.stdio import write_now
+from offload_trainer.common.units import shown
 from offload_trainer.data.run_data import RunData
 from offload_trainer.data.tokenizer import save_tokenizer
-from offload_trainer.errors import TrainerError, UserError, explain
 from offload_trainer.model.loader import save_model_config
-from offload_trainer.packages import version_of
 from offload_trainer.ranks import everybody
 from offload_trainer.run.checkpoint import RunRecord
 from offload_trainer.run.planning import Planned
-from offload_trainer.safe_files import is_there, read_back
 from offload_trainer.settings import dump_config
-from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, open_to_append, remove_abandoned, write_text
 from offload_trainer.storage.locks import exclusive_lock
 from offload_trainer.storage.owned_dirs import reason
 from offload_trainer.storage.retention import remove_leftovers
 from offload_trainer.storage.tensorfile import DTYPES
-from offload_trainer.units import shown
 
 # Files that a run writes in its directory, except checkpoints and weights, which are checked separately.
 WRITTEN = (

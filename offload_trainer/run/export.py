@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from offload_trainer.errors import TrainerError, UserError, reason
+from offload_trainer.common.errors import TrainerError, UserError, reason
+from offload_trainer.common.safe_files import Count, Steps, is_there, lenient_record, read_back
+from offload_trainer.common.units import format_bytes
 from offload_trainer.model.loader import BUFFERS
 from offload_trainer.model.pretrained import (
     INDEX,
@@ -44,7 +46,6 @@ from offload_trainer.run.checkpoint import (
     read_state,
     reading,
 )
-from offload_trainer.safe_files import Count, Steps, is_there, lenient_record, read_back
 from offload_trainer.storage.atomic_io import bytes_below, copy_tree, make_directories, sync_directory, write_text
 from offload_trainer.storage.owned_dirs import MARK, replacing
 from offload_trainer.storage.retention import complete_checkpoints, find_checkpoint
@@ -57,7 +58,6 @@ from offload_trainer.storage.tensorfile import (
     TensorFileReader,
     describe_invalid_values,
 )
-from offload_trainer.units import format_bytes
 
 NamedTensor = tuple[str, torch.Tensor]
 EXPORT = "the export to"  # purpose written in the scratch directory's mark

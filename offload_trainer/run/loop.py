@@ -13,17 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from offload_trainer.common.errors import GpuFull, TrainerError, fills_gpu
+from offload_trainer.common.units import format_seconds
 from offload_trainer.config import OptimSection, TrainSection
 from offload_trainer.data.rows import Batch, RowReader
 from offload_trainer.engine.protocol import Engine, StepResult
-from offload_trainer.errors import GpuFull, TrainerError, fills_gpu
 from offload_trainer.ranks import all_gather_json, everybody, place_here, wait_for_all
 from offload_trainer.run.checkpoint import Checkpoints, TrainState
 from offload_trainer.run.signals import StopRequest
 from offload_trainer.telemetry.meters import IoCount, PhaseClock, forget_peak_rss, memory_of_step, read_io
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 from offload_trainer.telemetry.sinks import Telemetry
-from offload_trainer.units import format_seconds
 
 _AUTO_WARMUP, _AUTO_DECAY = 0.02, 0.20  # shares of a run's steps
 _LATEST = 5  # steps, of which the longest counts

@@ -12,9 +12,10 @@ from dataclasses import replace
 
 import torch
 
+from offload_trainer.common.errors import TrainerError, UserError
+from offload_trainer.common.units import format_bytes, format_count
 from offload_trainer.config import TrainConfig
 from offload_trainer.engine.cpu_matmul import use_fp32_products
-from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import bench
 from offload_trainer.machine.bench import Budget, LayerSizes
 from offload_trainer.machine.probe import probe_machine
@@ -28,7 +29,6 @@ from offload_trainer.ranks import all_gather_json, from_rank_zero, place_here
 from offload_trainer.run.planning import Planned
 from offload_trainer.storage.owned_dirs import reason
 from offload_trainer.storage.tensorfile import DTYPES
-from offload_trainer.units import format_bytes, format_count
 
 _WORTH_BYTES = 64 * 10**9  # bytes that a run moves between tiers from which on measuring pays: about a minute of I/O
 _WORTH_FLOPS = 2e16  # a GPU's products of weights in a run from which on measuring pays: about a minute of an H100

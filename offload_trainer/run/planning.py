@@ -17,8 +17,10 @@ from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
 
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.safe_files import read_back
+from offload_trainer.common.units import format_bytes
 from offload_trainer.config import PlacementSection, TrainConfig
-from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.memory import with_rate
 from offload_trainer.plan.plan import Plan
@@ -26,9 +28,7 @@ from offload_trainer.plan.planner import any_placement_fits, divisions, make_pla
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiers import GPU_NAME
 from offload_trainer.run.process_setup import ranks_of_environment
-from offload_trainer.safe_files import read_back
 from offload_trainer.settings import with_words
-from offload_trainer.units import format_bytes
 
 _MOST_MOVES, _MOST_FITTING = 3, 2  # changes of a plan that does not fit: at a time, and sets of them that are named
 

@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from offload_trainer.common.errors import LOST, STORE, UserError
+from offload_trainer.common.packages import is_installed, lacks
+from offload_trainer.common.stdio import write_now
 from offload_trainer.config import STREAM, TrainConfig
-from offload_trainer.errors import LOST, STORE, UserError
 from offload_trainer.model.presets import local_directory
-from offload_trainer.packages import is_installed, lacks
 from offload_trainer.run.signals import STOPPING
 from offload_trainer.settings import load_config
-from offload_trainer.stdio import write_now
 
 LAUNCHER = "OFFLOAD_TRAINER_LAUNCHER"  # environment variable: the launcher's pid, which may exit before a rank looks
 COMMAND = [sys.executable, "-m", "offload_trainer", "train"]  # of a rank

@@ -16,10 +16,11 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from offload_trainer.common.errors import RERUN_HINT, TrainerError, UserError
+from offload_trainer.common.safe_files import Count, as_kind, lenient_record, read_back, shown
 from offload_trainer.config import SaveSection
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.engine.tiered import TieredEngine
-from offload_trainer.errors import RERUN_HINT, TrainerError, UserError
 from offload_trainer.offloading.pages.manifest import (
     FIX,
     Newest,
@@ -44,7 +45,6 @@ from offload_trainer.run.checkpoint import (
 )
 from offload_trainer.run.export import done_before, final_export
 from offload_trainer.run.loop import Job
-from offload_trainer.safe_files import Count, as_kind, lenient_record, read_back, shown
 from offload_trainer.settings import load_config
 from offload_trainer.storage import scratch_dir
 from offload_trainer.storage.atomic_io import write_text

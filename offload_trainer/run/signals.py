@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from offload_trainer.errors import Stopped
+from offload_trainer.common.errors import Stopped
 
 STOPPING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
 _AGAIN = 0.05  # seconds between attempts to raise Stopped

@@ -17,10 +17,20 @@ from typing import Any
 import torch
 
 from offload_trainer import ranks
+from offload_trainer.common.errors import (
+    RERUN_HINT,
+    GpuFull,
+    Interrupted,
+    PeerFailed,
+    TrainerError,
+    UserError,
+    fills_gpu,
+)
+from offload_trainer.common.stdio import write_now
+from offload_trainer.common.units import format_bytes, format_seconds
 from offload_trainer.config import PlacementSection, TrainConfig
 from offload_trainer.data.rows import first_row
 from offload_trainer.data.run_data import epoch_line, prepare_data
-from offload_trainer.errors import RERUN_HINT, GpuFull, Interrupted, PeerFailed, TrainerError, UserError, fills_gpu
 from offload_trainer.machine.rate_cache import keep_free
 from offload_trainer.run import checks, loop, machine_rates, resume
 from offload_trainer.run.build import Setup, build_job, with_steps
@@ -31,12 +41,10 @@ from offload_trainer.run.loop import Job
 from offload_trainer.run.planning import plan_run, plan_with_room, shared_plan
 from offload_trainer.run.process_setup import ECHO, has_launcher, ranks_of_environment
 from offload_trainer.run.signals import waiting
-from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import bytes_below
 from offload_trainer.storage.retention import complete_checkpoints, step_of
 from offload_trainer.telemetry.metrics import StepRecord, median_phases, read_evaluations, read_metrics, steady
 from offload_trainer.telemetry.report import predicted_row, report_page
-from offload_trainer.units import format_bytes, format_seconds
 
 _MOST_ROWS = 800  # steps of which a page is made
 _MORE_FREE = 0.02  # least share of a GPU that stays free in addition after it was full; at most a tenth does

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from offload_trainer.common.errors import UserError
 from offload_trainer.config import Home, RuleName, TrainConfig
 from offload_trainer.engine.tiered import open_parts
-from offload_trainer.errors import UserError
 from offload_trainer.model.images import class_names
 from offload_trainer.model.init_weights import meta_model, parameters_without_memory, set_buffer, without_values
 from offload_trainer.model.loader import resolve_model, save_model_config, write_config

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from offload_trainer.errors import UserError
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.units import format_bytes
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.weights.parameter import OffloadedParameter
 from offload_trainer.optim.rules import Hyper, adamw_of, hypers_of
@@ -27,7 +28,6 @@ from offload_trainer.plan.tiers import Item
 from offload_trainer.run.checkpoint import RESIDENT
 from offload_trainer.storage.atomic_io import StoredFile
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader
-from offload_trainer.units import format_bytes
 
 if TYPE_CHECKING:
     from offload_trainer.session.session import Session

@@ -20,7 +20,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from offload_trainer.errors import TrainerError, UserError, reason
+from offload_trainer.common.errors import TrainerError, UserError, reason
+from offload_trainer.common.safe_files import MOST_BYTES, Crc32, is_there, lenient_record, read_back
 from offload_trainer.model.loader import BUFFERS
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.weights.parameter import OffloadedParameter, forget_writes, refuse_written
@@ -28,7 +29,6 @@ from offload_trainer.plan.tiered.layout import Unit
 from offload_trainer.ranks import everybody, from_rank_zero
 from offload_trainer.run.checkpoint import TrainState, write_checkpoint
 from offload_trainer.run.export import DTYPES, Source, write_model
-from offload_trainer.safe_files import MOST_BYTES, Crc32, is_there, lenient_record, read_back
 from offload_trainer.session.optimizer import WEIGHT, layout_of, read_residents, write_residents
 from offload_trainer.storage.atomic_io import StoredFile, sync_file, write_text
 from offload_trainer.storage.manifest import MANIFEST, Manifest, checked_manifest, refuse_other_run

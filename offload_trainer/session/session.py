@@ -15,7 +15,8 @@ import psutil
 import torch
 from torch import nn
 
-from offload_trainer.errors import NonFiniteGradient, UserError
+from offload_trainer.common.errors import NonFiniteGradient, UserError
+from offload_trainer.common.units import format_bytes
 from offload_trainer.model.pretrained import persistent_buffers
 from offload_trainer.offloading.autograd import not_compiled, refuse_recording
 from offload_trainer.offloading.model import OffloadedModel
@@ -27,7 +28,6 @@ from offload_trainer.ranks import wait_for_all
 from offload_trainer.run.checkpoint import RunRecord
 from offload_trainer.session import optimizer, saving
 from offload_trainer.storage.tensorfile import SAFETENSORS_DTYPES
-from offload_trainer.units import format_bytes
 
 
 class Session:

@@ -23,12 +23,12 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from offload_trainer.common.errors import UserError, reason
+from offload_trainer.common.safe_files import LimitedYaml, parsed_yaml, read_yaml
+from offload_trainer.common.units import is_utf8, shown
 from offload_trainer.config import TrainConfig
-from offload_trainer.errors import UserError, reason
 from offload_trainer.plan.planner import combination_mistakes
-from offload_trainer.safe_files import LimitedYaml, parsed_yaml, read_yaml
 from offload_trainer.settings.synonyms import nearest, plain, term_of, value_of
-from offload_trainer.units import is_utf8, shown
 
 
 @dataclass(frozen=True)

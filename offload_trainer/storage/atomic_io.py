@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from offload_trainer.errors import UserError
-from offload_trainer.safe_files import Count, Crc32, exact_record, open_file, open_given, open_regular
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.safe_files import Count, Crc32, exact_record, open_file, open_given, open_regular
 
 _TEMPORARY = re.compile(r"\..+\.([0-9]+)\.tmp")
 

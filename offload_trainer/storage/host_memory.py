@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from offload_trainer.errors import TrainerError
+from offload_trainer.common.errors import TrainerError
+from offload_trainer.common.units import format_bytes
 from offload_trainer.plan.memory import LONG, mapped_from
-from offload_trainer.units import format_bytes
 
 PAGE = 4096  # bytes
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from offload_trainer.errors import TrainerError
-from offload_trainer.safe_files import open_regular
+from offload_trainer.common.errors import TrainerError
+from offload_trainer.common.safe_files import open_regular
 
 _MISSING = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _PATIENCE = 60.0  # seconds to wait for a lock that other processes hold briefly

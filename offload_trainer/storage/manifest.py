@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offload_trainer.errors import UserError
-from offload_trainer.safe_files import Count, FileName, Steps, as_kind, lenient_record, read_back, shown
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.safe_files import Count, FileName, Steps, as_kind, lenient_record, read_back, shown
 from offload_trainer.storage.atomic_io import StoredFile, crc32_of
 
 FORMAT = 2

@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
-from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.safe_files import open_file
+from offload_trainer.common.errors import TrainerError, UserError
+from offload_trainer.common.safe_files import open_file
 from offload_trainer.storage.atomic_io import make_directories, sync_directory
 from offload_trainer.storage.locks import NoLocks, open_lock, try_lock
 

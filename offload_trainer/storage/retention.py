@@ -12,8 +12,8 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.safe_files import file_bytes, is_there, parsed, shown
+from offload_trainer.common.errors import TrainerError, UserError
+from offload_trainer.common.safe_files import file_bytes, is_there, parsed, shown
 from offload_trainer.storage.atomic_io import bytes_below
 from offload_trainer.storage.locks import NoLocks, open_lock, try_lock
 from offload_trainer.storage.manifest import MANIFEST, Manifest

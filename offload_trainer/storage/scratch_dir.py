@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.safe_files import file_bytes
+from offload_trainer.common.errors import TrainerError, UserError
+from offload_trainer.common.safe_files import file_bytes
 from offload_trainer.storage.atomic_io import remove_abandoned, write_text
 from offload_trainer.storage.locks import NoLocks, exclusive_lock, open_lock, shared_lock, try_lock
 from offload_trainer.storage.owned_dirs import MARK, Say, ScratchDirectory, is_ours, is_removable, reason, remove_dead

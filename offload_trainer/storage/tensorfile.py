@@ -16,8 +16,8 @@ from typing import BinaryIO, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from offload_trainer.errors import TrainerError, UserError, reason
-from offload_trainer.safe_files import open_given
+from offload_trainer.common.errors import TrainerError, UserError, reason
+from offload_trainer.common.safe_files import open_given
 from offload_trainer.storage.atomic_io import StoredFile
 
 # Torch dtypes by their names in configurations, plans and this package's files

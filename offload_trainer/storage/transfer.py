@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from offload_trainer.errors import RERUN_HINT, TrainerError
-from offload_trainer.units import format_bytes
+from offload_trainer.common.errors import RERUN_HINT, TrainerError
+from offload_trainer.common.units import format_bytes
 
 SECTOR = 4096  # bytes
 _THREADS, _BLOCK = 4, 8 << 20  # threads that read a drive, with as many that write; bytes of one call

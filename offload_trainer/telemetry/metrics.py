@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from offload_trainer.errors import UserError
-from offload_trainer.safe_files import Count, Flag, Kind, Number, Steps, adapter, exact_record, open_file, parsed
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.safe_files import Count, Flag, Kind, Number, Steps, adapter, exact_record, open_file, parsed
 
 _PRIME = 7919  # shares no factor with the length of a stretch, so each place in a stretch is taken equally often
 

@@ -13,10 +13,10 @@ from statistics import median
 from string import Template
 from typing import Any, NamedTuple
 
-from offload_trainer.errors import UserError
-from offload_trainer.safe_files import file_bytes
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.safe_files import file_bytes
+from offload_trainer.common.units import format_bytes, format_count, format_seconds
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord, median_phases, median_speed, steady
-from offload_trainer.units import format_bytes, format_count, format_seconds
 
 Point = tuple[float, float]
 Rows = Sequence[Sequence[str]]

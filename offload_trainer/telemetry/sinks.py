@@ -21,12 +21,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from offload_trainer.errors import TrainerError, UserError, reason
-from offload_trainer.packages import lacks, version_of
-from offload_trainer.safe_files import Steps, lenient_record, one_line, open_given, parsed, read_back
+from offload_trainer.common.errors import TrainerError, UserError, reason
+from offload_trainer.common.packages import lacks, version_of
+from offload_trainer.common.safe_files import Steps, lenient_record, one_line, open_given, parsed, read_back
+from offload_trainer.common.units import format_bytes, format_count, format_seconds
 from offload_trainer.storage.atomic_io import open_to_append, write_bytes, write_text
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
-from offload_trainer.units import format_bytes, format_count, format_seconds
 
 _REPORT_EVERY = 10.0  # least seconds between two writes of report.html
 _REPORT_SHARE = 0.01  # longest share of the time that writing it may take

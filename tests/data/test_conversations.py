@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from sample_chats import TEMPLATE, chat_tokenizer, lines, message, prepared, run_data, token_spec, turns
 
+from offload_trainer.common.errors import UserError
 from offload_trainer.data import loss_mask
 from offload_trainer.data.documents import example_of
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded, training_variant
 from offload_trainer.data.packing import RowEncoder
 from offload_trainer.data.rows import IGNORED, RowReader, first_row, padding_of
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED, TokenFile, write_tokens
-from offload_trainer.errors import UserError
 
 MARKED = (
     "{% for message in messages %}<{{ message.role }}>{% if message.role == 'assistant' %}{% generation %}"

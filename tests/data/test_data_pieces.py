@@ -13,6 +13,7 @@ from sample_chats import TEMPLATE, lines, prepared, run_data, token_spec, turns
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
+from offload_trainer.common.errors import UserError
 from offload_trainer.data import packing
 from offload_trainer.data.documents import example_of
 from offload_trainer.data.loss_mask import AnswerEncoder
@@ -21,7 +22,6 @@ from offload_trainer.data.rows import RowReader
 from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
-from offload_trainer.errors import UserError
 
 CORPUS = BUILTIN_CORPUS.read_text("utf-8")[:60_000]
 _LLAMA3 = (

@@ -15,9 +15,9 @@ import yaml
 from pyarrow import parquet
 from sample_chats import chats, documents_of, lines, prepared
 
+from offload_trainer.common.errors import UserError
 from offload_trainer.data import sources
 from offload_trainer.data.sources import BUILTIN_CORPUS, find_sources
-from offload_trainer.errors import UserError
 
 
 def test_directories_are_walked_in_order_and_files_taken_as_named(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import sample_chats
 from datasets import Dataset
 from sample_chats import TEMPLATE, chat_tokenizer, message, turns
 
+from offload_trainer.common.errors import UserError
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
-from offload_trainer.errors import UserError
 
 # Prints roles, contents, reasoning, calls and tools.
 TOOLS = (

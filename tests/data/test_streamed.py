@@ -23,10 +23,10 @@ from sample_chats import chat_tokenizer, lines, message, token_spec, turns
 from seen_calls import calls_of
 from transformers.utils import chat_template_utils
 
+from offload_trainer.common.errors import TrainerError, UserError
 from offload_trainer.data import stream
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.stream import StreamedTokens
-from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.run.process_setup import prepare_process
 from offload_trainer.settings import load_config
 

@@ -17,9 +17,9 @@ from pyarrow import csv as arrow_csv
 from pyarrow import ipc, parquet
 from sample_chats import CHATS, documents_of, lines, prepared, turns
 
+from offload_trainer.common.errors import UserError
 from offload_trainer.data import documents
 from offload_trainer.data.sources import find_sources
-from offload_trainer.errors import UserError
 
 PACKERS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 PACKERS[".zst"] = lambda data: bytes(pyarrow.compress(data, codec="zstd", asbytes=True))

@@ -22,13 +22,13 @@ import torch
 from sample_chats import CHATS, lines, run_data, turns
 from seen_calls import calls_of, run_before
 
+from offload_trainer.common.errors import TrainerError, UserError
 from offload_trainer.data import documents, packing, tokenfile
 from offload_trainer.data import run_data as preparing
 from offload_trainer.data.rows import Batch, Mixture, RowReader, order, shares_of, split_rows
 from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.data.tokenfile import IDS, TokenFile, cached, sidecar_path, write_tokens
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
-from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.run.loop import _evaluate
 from offload_trainer.storage.owned_dirs import SCRATCH, ScratchDirectory
 from offload_trainer.telemetry.metrics import EvalRecord

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from stock_deepspeed import ACCUMULATE, build, planned_bytes, train_stock
 from uneven_targets import EPS, masked, random_weights, transformers_alone
 
+from offload_trainer.common.errors import TrainerError
 from offload_trainer.config import ModelSection
 from offload_trainer.engine import deepspeed as builds
 from offload_trainer.engine.deepspeed import remove_stale_lock
-from offload_trainer.errors import TrainerError
 from offload_trainer.model.loader import resolve_model
 
 # Several weights share a sub-group that is read and written for each of them, and its last write is asynchronous.

@@ -15,9 +15,9 @@ from sample_plans import GB, SHAPES, machine
 from stock_deepspeed import ACCUMULATE, planned_bytes, train_stock
 from uneven_targets import masked, random_weights, transformers_alone
 
+from offload_trainer.common.errors import TrainerError, UserError
 from offload_trainer.config import ModelSection
 from offload_trainer.engine.deepspeed import Parts
-from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan

@@ -28,9 +28,9 @@ from transformers import (
     Qwen2Config,
 )
 
+from offload_trainer.common.errors import TrainerError, UserError
 from offload_trainer.config import ModelSection
 from offload_trainer.data.tokenizer import BUILTIN_TOKENIZER, load_tokenizer, save_tokenizer
-from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.loader import resolve_model, save_model_config, write_config
 from offload_trainer.run import export as exports
 from offload_trainer.run.directory import stop_at

@@ -25,7 +25,7 @@ from uneven_targets import masked
 
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer import ranks
-from offload_trainer.errors import STORE
+from offload_trainer.common.errors import STORE
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.storage.transfer import Transfers
 

@@ -13,8 +13,8 @@ import torch
 from emulated_gpu import EmulatedGpu, queued
 from engine_bench import engine
 
+from offload_trainer.common.errors import TrainerError
 from offload_trainer.engine.tiered import TieredEngine
-from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import CudaDevice
 from offload_trainer.optim.kernel_api import PageUpdate, TorchKernel
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers, ending

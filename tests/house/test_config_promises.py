@@ -11,9 +11,9 @@ from forked_child import in_a_fork
 from sample_plans import SHAPES, machine
 
 from offload_trainer import config as schema
+from offload_trainer.common.errors import UserError
 from offload_trainer.config import DeepSpeedSection, TrainConfig
 from offload_trainer.engine.deepspeed import deepspeed_config
-from offload_trainer.errors import UserError
 from offload_trainer.plan.deepspeed import zero_sizes
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.tiers import Placement

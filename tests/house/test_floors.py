@@ -10,23 +10,16 @@ PACKAGE = Path(__file__).resolve().parents[2] / "offload_trainer"
 
 # From the bottom up; the packages of one layer do not import each other.
 HOUSE = (
-    ("packages", "units", "stdio"),
-    ("errors",),
-    ("safe_files",),
-    ("config",),
-    ("plan",),
-    ("settings",),
-    ("storage", "ranks"),
-    ("optim",),
+    ("common", "config"),
+    ("plan", "ranks"),
+    ("settings", "storage"),
+    ("optim", "data", "telemetry"),
     ("offloading",),
-    ("model", "data", "telemetry"),
+    ("machine", "model"),
     ("engine",),
-    ("machine",),
     ("run",),
-    ("session",),
-    ("hf",),
-    ("cli",),
-    ("__main__", ""),
+    ("session", "cli"),
+    ("hf", "__main__", ""),
 )
 FLOORS = {name: number for number, floor in enumerate(HOUSE) for name in floor}
 ROOMS = {
@@ -36,7 +29,7 @@ ROOMS = {
     "bitsandbytes": {"engine", "offloading"},  # DeepSpeed's 8-bit AdamW; the arithmetic of quantised weights
     "datasets": {"data"},
 }
-LIBRARY_FREE = {name for name, floor in FLOORS.items() if floor <= FLOORS["settings"]}  # plans need none of LIBRARIES
+LIBRARY_FREE = {"common", "config", "plan", "settings"}  # plans need none of LIBRARIES
 LIBRARIES = {"torch", "numpy", "transformers", "deepspeed", "psutil"}
 
 

@@ -16,10 +16,10 @@ import pytest
 from commands import TINY, environment
 from sample_plans import SHAPES
 
-from offload_trainer import packages
+from offload_trainer.common import packages
+from offload_trainer.common.errors import TrainerError, UserError, explain
+from offload_trainer.common.packages import OPTIONAL, REQUIRED, explain_import, is_installed, to_install, too_old
 from offload_trainer.engine import deepspeed as stock
-from offload_trainer.errors import TrainerError, UserError, explain
-from offload_trainer.packages import OPTIONAL, REQUIRED, explain_import, is_installed, to_install, too_old
 from offload_trainer.plan.machine import _CU126, read_machine
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.run.commands import doctor

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from synthetic_checkpoints import save
 
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.safe_files import file_bytes, parsed, read_back, shown
 from offload_trainer.data.tokenfile import TokenFile
-from offload_trainer.errors import UserError
 from offload_trainer.machine import rate_cache
 from offload_trainer.model.pretrained import checkpoint_files
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, Rate, Rates, read_machine
 from offload_trainer.run.checkpoint import RunRecord, TrainState, check_resume, read_state, reading
-from offload_trainer.safe_files import file_bytes, parsed, read_back, shown
 from offload_trainer.storage.manifest import Manifest
 from offload_trainer.storage.retention import find_checkpoint
 

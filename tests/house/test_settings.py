@@ -19,8 +19,9 @@ from sample_plans import SHAPES, machine, wish
 
 from offload_trainer import cli, settings
 from offload_trainer.cli import COMMANDS, parse, take_command
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.units import shown
 from offload_trainer.config import TrainConfig
-from offload_trainer.errors import UserError
 from offload_trainer.plan.planner import _why_not, make_plan
 from offload_trainer.run.directory import Log
 from offload_trainer.settings import FLAGS, all_keys, dump_config, literals_of, load_config
@@ -37,7 +38,6 @@ from offload_trainer.settings.synonyms import (
     plain,
 )
 from offload_trainer.storage.owned_dirs import cache_directory
-from offload_trainer.units import shown
 
 
 def told(*words: str) -> str:

@@ -1,6 +1,6 @@
 """Tests of the text of bytes, counts and seconds, also where rounding reaches the next unit."""
 
-from offload_trainer.units import format_bytes, format_count, format_seconds
+from offload_trainer.common.units import format_bytes, format_count, format_seconds
 
 
 def test_numbers_have_the_unit_that_rounding_leaves() -> None:

@@ -22,8 +22,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
 
 from offload_trainer import hf, offload
+from offload_trainer.common.errors import UserError
 from offload_trainer.engine.cpu_matmul import use_fp32_products
-from offload_trainer.errors import UserError
 from offload_trainer.hf import Offloaded, attach, session_of
 
 Reference = tuple[list[dict[str, Any]], Path]

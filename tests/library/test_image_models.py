@@ -31,8 +31,8 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 import offload_trainer as ot
+from offload_trainer.common.errors import UserError
 from offload_trainer.config import ModelSection
-from offload_trainer.errors import UserError
 from offload_trainer.model.images import refuse_other_losses
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.memory import image_part

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
 
 import offload_trainer as ot
-from offload_trainer.errors import UserError
+from offload_trainer.common.errors import UserError
 from offload_trainer.run.export import export
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")

@@ -13,7 +13,7 @@ from session_loop import adapted, opened, rounded
 from small_architectures import ARCHITECTURES, reference
 
 import offload_trainer as ot
-from offload_trainer.errors import UserError
+from offload_trainer.common.errors import UserError
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.weights.placed import QuantisedUnit
 from offload_trainer.plan.machine import read_machine

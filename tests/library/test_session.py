@@ -41,7 +41,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import offload_trainer as ot
-from offload_trainer.errors import UserError
+from offload_trainer.common.errors import UserError
 from offload_trainer.offloading.model import Activations
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.update.updater import Updater

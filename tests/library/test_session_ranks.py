@@ -26,7 +26,7 @@ from test_trl import words
 from transformers import AutoModelForCausalLM, Trainer
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
-from offload_trainer.errors import UserError
+from offload_trainer.common.errors import UserError
 from offload_trainer.hf import Offloaded, session_of
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from sample_chats import TEMPLATE, chat_tokenizer, chats, preferences, prompts
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from offload_trainer import offload
-from offload_trainer.errors import UserError
+from offload_trainer.common.errors import UserError
 from offload_trainer.hf import Offloaded, attach
 
 pytestmark = pytest.mark.slow

@@ -16,10 +16,10 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
+from offload_trainer.common.errors import UserError
 from offload_trainer.config import ModelSection
 from offload_trainer.data.rows import IGNORED, RowReader
 from offload_trainer.data.tokenfile import TokenFile, write_tokens
-from offload_trainer.errors import UserError
 from offload_trainer.model import attention, tiny_model
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.model.loss import CausalLoss

@@ -16,8 +16,8 @@ from sample_plans import machine, wish
 from seen_calls import run_before
 from transformers import Trainer
 
+from offload_trainer.common.errors import UserError
 from offload_trainer.config import ModelSection
-from offload_trainer.errors import UserError
 from offload_trainer.model import activations
 from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.loader import ModelSource, resolve_model

@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GPT2PreTrainedModel, PreTrainedModel
 
+from offload_trainer.common.errors import UserError
 from offload_trainer.config import ModelSection
-from offload_trainer.errors import UserError
 from offload_trainer.model.init_weights import initial_weights
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.optim.cross_entropy import cross_entropy

@@ -10,8 +10,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from uneven_targets import DECAY, EPS, LR, masked, random_weights, transformers_alone
 
+from offload_trainer.common.errors import TrainerError
 from offload_trainer.data.rows import weights_in_step
-from offload_trainer.errors import TrainerError
 
 
 @pytest.fixture(scope="module")

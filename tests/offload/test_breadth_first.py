@@ -16,7 +16,7 @@ from seen_calls import calls_of, run_before
 from transformers import AutoConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.common.errors import TrainerError, UserError
 from offload_trainer.model.breadth_first import why_no_chain
 from offload_trainer.model.init_weights import meta_model
 from offload_trainer.offloading.device import CpuDevice, CudaDevice

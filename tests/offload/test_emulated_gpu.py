@@ -14,8 +14,8 @@ from engine_bench import Step, assert_same, batches, engine, masters, model_dire
 from placements import ALL_ON_DRIVES as DRIVE
 from placements import ON as CHECKPOINTED
 
+from offload_trainer.common.errors import TrainerError
 from offload_trainer.data import rows
-from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import CudaDevice
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.optim import state_files

@@ -17,7 +17,7 @@ from late_transfers import late, late_engine
 from placements import ALL_ON_DRIVES, until
 from seen_calls import calls_of
 
-from offload_trainer.errors import TrainerError
+from offload_trainer.common.errors import TrainerError
 from offload_trainer.offloading import allocation
 from offload_trainer.offloading.device import Copies, CpuDevice
 from offload_trainer.offloading.gradients import collector as module

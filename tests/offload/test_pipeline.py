@@ -30,8 +30,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload_trainer import ranks
+from offload_trainer.common.errors import TrainerError, UserError
 from offload_trainer.engine.tiered import TieredEngine
-from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.machine.rate_cache import keep_rates
 from offload_trainer.model.breadth_first import BreadthFirst

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer import ranks
-from offload_trainer.errors import TrainerError
+from offload_trainer.common.errors import TrainerError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.offloading import device

@@ -24,8 +24,8 @@ from forked_ranks import Case, Result, assert_no_open_port, in_ranks, run_ranks,
 from placements import ALL_ON_DRIVES, BEHIND, FIRST, ON, hold_up, record_kept
 
 from offload_trainer import cli, ranks
+from offload_trainer.common.errors import LOST, PeerFailed, TrainerError
 from offload_trainer.engine.tiered import TieredEngine
-from offload_trainer.errors import LOST, PeerFailed, TrainerError
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.optim import state_files
 

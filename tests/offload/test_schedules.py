@@ -13,8 +13,8 @@ from engine_bench import ON_GPU, REFERENCE, assert_same, batches, digest, engine
 from placements import ALL_ON_DRIVES, AWAY, BEHIND, CLIP, FULL, HOMES, IN_LINE, Build, plant, skip_last_block
 from seen_calls import calls_of, run_before
 
+from offload_trainer.common.errors import TrainerError
 from offload_trainer.engine.tiered import TieredEngine
-from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.manifest import read_description, read_newest
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.offloading.pages.store import PageStore

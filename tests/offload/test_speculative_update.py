@@ -16,9 +16,9 @@ from late_transfers import FailingWrites
 from placements import ALL_ON_DRIVES, AWAY, FIRST, FULL, HOMES, IN_LINE, Build, plant, skip_last_block, until
 from seen_calls import calls_of, run_before
 
+from offload_trainer.common.errors import TrainerError
 from offload_trainer.engine import tiered
 from offload_trainer.engine.tiered import TieredEngine
-from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.manifest import ManifestWriter
 from offload_trainer.offloading.pages.store import PageStore

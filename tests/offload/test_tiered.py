@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from seen_calls import calls_of
 
 import offload_trainer.plan.tiered.layout as layout
-from offload_trainer.errors import TrainerError
+from offload_trainer.common.errors import TrainerError
 from offload_trainer.offloading.pages.store import DamagedPage
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher

@@ -28,7 +28,7 @@ from engine_bench import assert_same as assert_same_masters
 from engine_bench import batches, engine, masters, model_directory, train
 from update_ranges import ADAMW, FIRST, FORMATS, MARK, NOISE, UNIT, form, part
 
-from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.common.errors import TrainerError, UserError
 from offload_trainer.offloading.pages.store import PageSnapshot, PageTable
 from offload_trainer.optim import cuda_adam, kernel_api, kernels, native_kernel
 from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from sample_plans import rate, timed, wish, with_products
 
 import offload_trainer as ot
+from offload_trainer.common.errors import UserError
 from offload_trainer.engine.cpu_matmul import use_fp32_products
-from offload_trainer.errors import UserError
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.optim.muon import MatrixKernel, Products, TorchMuon, has_torchs_muon, orthogonalised
 from offload_trainer.optim.native_kernel import NativeKernel

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 from sample_plans import GB, SHAPES, cluster, least_ram, machine, shape_of, timed, wish, with_products
 
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.units import format_bytes
 from offload_trainer.config import TrainConfig
-from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import MachineProfile, Rates, read_machine
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import any_placement_fits, combination_mistakes, make_plan, resolved
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.run.commands.plan import compare_modes, plan_elsewhere
 from offload_trainer.settings import load_config
-from offload_trainer.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("counted_once")
 

@@ -8,7 +8,7 @@ from commands import TINY
 from sample_plans import GB, machine
 
 from offload_trainer.cli import main
-from offload_trainer.errors import UserError
+from offload_trainer.common.errors import UserError
 from offload_trainer.run import planning, resume
 from offload_trainer.run.planning import _with_resumed_choices, plan_run
 from offload_trainer.settings import load_config

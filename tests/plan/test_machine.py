@@ -20,8 +20,9 @@ from sample_plans import SHAPES
 from update_ranges import form
 
 from offload_trainer.cli import main
+from offload_trainer.common.errors import TrainerError, UserError
+from offload_trainer.common.safe_files import parsed
 from offload_trainer.config import PlacementSection
-from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import bench, rate_cache
 from offload_trainer.machine.bench import TimedUpdate, make_pages, timed_updates
 from offload_trainer.machine.probe import probe_machine
@@ -45,7 +46,6 @@ from offload_trainer.run import machine_rates, process_setup, train
 from offload_trainer.run.commands import doctor
 from offload_trainer.run.commands.plan import described
 from offload_trainer.run.process_setup import numa_nodes, prepare_process
-from offload_trainer.safe_files import parsed
 from offload_trainer.settings import load_config
 
 CLUSTERS = ["4xa100-80gb-100gbe", "4xrtx4090-10gbe", "8xa100-80gb", "8xh100-80gb"]

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from sample_plans import GB, SHAPES, cluster, least_ram, machine, rate, timed, wish, with_products
 
-from offload_trainer.errors import UserError
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.units import format_seconds
 from offload_trainer.plan import planner
 from offload_trainer.plan.machine import MachineProfile, read_machine
 from offload_trainer.plan.memory import heap_limit
@@ -28,7 +29,6 @@ from offload_trainer.plan.tiered.engine import Tiered, left_free
 from offload_trainer.plan.tiered.layout import units_of
 from offload_trainer.plan.tiered.spec import Layouts, TierSizes
 from offload_trainer.plan.tiers import Placement, TierKind
-from offload_trainer.units import format_seconds
 
 SHAPE = SHAPES["gpt2-medium"]
 BOTH = ("--ram-fraction", "0.5", "--micro-batch", "2", "--params", "gpu")  # computing and drives take equally long

@@ -18,9 +18,10 @@ import pytest
 from sample_plans import GB, SHAPES, least_ram, machine, timed, wish
 
 from offload_trainer.cli import main
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.units import format_bytes, format_seconds
 from offload_trainer.config import TrainConfig
 from offload_trainer.engine.deepspeed import deepspeed_config
-from offload_trainer.errors import UserError
 from offload_trainer.plan.deepspeed import zero_sizes
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, Rate, Rates, read_machine
 from offload_trainer.plan.plan import Plan
@@ -43,7 +44,6 @@ from offload_trainer.plan.tiers import Placement
 from offload_trainer.run.commands.plan import plan_elsewhere
 from offload_trainer.run.planning import _moves, model_of, planned, with_what_fits
 from offload_trainer.settings import load_config
-from offload_trainer.units import format_bytes, format_seconds
 
 pytestmark = pytest.mark.usefixtures("counted_once")
 

@@ -10,10 +10,10 @@ from commands import call
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from offload_trainer.cli import main
+from offload_trainer.common.units import format_bytes, format_count, format_seconds
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.run.planning import model_of, planned
 from offload_trainer.settings import load_config
-from offload_trainer.units import format_bytes, format_count, format_seconds
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,9 @@ import pytest
 from sample_plans import GB, SHAPES, cluster, rate, wish
 
 from offload_trainer.cli import main
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.units import format_seconds
 from offload_trainer.config import DeepSpeedSection
-from offload_trainer.errors import UserError
 from offload_trainer.plan.communication import (
     GPUS,
     NETWORK,
@@ -39,7 +40,6 @@ from offload_trainer.plan.tiered.weight_streaming import at_once, seconds_of, us
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.plan.workload import Workload
 from offload_trainer.run.commands.plan import _batches, compare_modes, modes
-from offload_trainer.units import format_seconds
 
 SHAPE = SHAPES["gpt2-medium"]  # 24 blocks of 1024, 16 heads
 

@@ -26,10 +26,10 @@ from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BertConfig, GPT2Config, GPT2LMHeadModel
 
 from offload_trainer import cli
+from offload_trainer.common.errors import Interrupted, Stopped, TrainerError, UserError, exit_code, explain
 from offload_trainer.config import PlacementSection
 from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.engine import deepspeed as stock
-from offload_trainer.errors import Interrupted, Stopped, TrainerError, UserError, exit_code, explain
 from offload_trainer.machine import probe
 from offload_trainer.model.inference import empty_model, generate, read_as_called
 from offload_trainer.plan.machine import DriveFacts, read_machine

@@ -21,8 +21,8 @@ from emulated_gpu import emulated_gpu
 from engine_bench import model_directory
 from late_transfers import QueuedKernel
 
+from offload_trainer.common.errors import GpuFull, Interrupted, TrainerError, fills_gpu
 from offload_trainer.engine.protocol import Engine
-from offload_trainer.errors import GpuFull, Interrupted, TrainerError, fills_gpu
 from offload_trainer.machine.rate_cache import cache_file
 from offload_trainer.run.build import build_engine
 from offload_trainer.run.train import _full, train_run

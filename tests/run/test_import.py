@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, Trainer, get_scheduler
 from transformers.trainer_callback import TrainerState
 from uneven_targets import DECAY, LR, random_weights
 
-from offload_trainer.errors import UserError
+from offload_trainer.common.errors import UserError
 from offload_trainer.optim.state_files import LossScale, read_engine_state
 from offload_trainer.plan.tiered.state_formats import ADAMW
 from offload_trainer.ranks import join_torch, place_here

@@ -24,7 +24,7 @@ from forked_child import in_a_fork
 from forked_ranks import call_ranks
 
 from offload_trainer import ranks
-from offload_trainer.errors import LOST, TrainerError, UserError
+from offload_trainer.common.errors import LOST, TrainerError, UserError
 from offload_trainer.run import checks
 from offload_trainer.run import process_setup as launcher
 from offload_trainer.run.checkpoint import read_manifest

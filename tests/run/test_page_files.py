@@ -15,7 +15,7 @@ from forked_ranks import call_ranks
 from placements import until
 from sample_plans import timed
 
-from offload_trainer.errors import RERUN_HINT, UserError
+from offload_trainer.common.errors import RERUN_HINT, UserError
 from offload_trainer.offloading.pages.manifest import read_description, read_newest
 from offload_trainer.run import resume
 from offload_trainer.run.checkpoint import TrainState

@@ -20,10 +20,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload_trainer.cli import main
+from offload_trainer.common.errors import UserError
 from offload_trainer.data.packing import _PLAIN_TEMPLATE
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.tokenfile import TokenFile
-from offload_trainer.errors import UserError
 from offload_trainer.run.checkpoint import read_manifest
 from offload_trainer.run.export import export
 from offload_trainer.run.loop import learning_rate

@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 from small_architectures import ARCHITECTURES, reference
 from synthetic_checkpoints import Small, save
 
+from offload_trainer.common.errors import TrainerError, UserError
 from offload_trainer.config import ModelSection
 from offload_trainer.data.run_data import source_sums
 from offload_trainer.data.tokenizer import load_tokenizer
-from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.inference import empty_model
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.run import checkpoint, checks, directory, train

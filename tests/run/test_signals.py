@@ -20,13 +20,13 @@ from forked_child import GONE, in_a_fork, lose_streams
 from test_telemetry import a_step
 
 from offload_trainer.cli import main
-from offload_trainer.errors import Stopped, exit_code
+from offload_trainer.common.errors import Stopped, exit_code
+from offload_trainer.common.stdio import lasting_streams, write_now
 from offload_trainer.ranks import all_gather_json
 from offload_trainer.run import loop
 from offload_trainer.run.checkpoint import TrainState
 from offload_trainer.run.directory import Log
 from offload_trainer.run.signals import StopRequest, stop_at_once, waiting
-from offload_trainer.stdio import lasting_streams, write_now
 from offload_trainer.telemetry.meters import IoCount
 from offload_trainer.telemetry.sinks import Screen
 

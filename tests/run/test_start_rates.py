@@ -17,7 +17,7 @@ from forked_ranks import call_ranks
 from sample_plans import SHAPES
 
 import offload_trainer as ot
-from offload_trainer.errors import LOST, TrainerError
+from offload_trainer.common.errors import LOST, TrainerError
 from offload_trainer.machine import bench
 from offload_trainer.machine.rate_cache import cache_file
 from offload_trainer.optim import cpu_units

@@ -23,12 +23,13 @@ from commands import TINY, call, run_script
 from sample_plans import SHAPES
 
 from offload_trainer import cli
-from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.packages import OPTIONAL
+from offload_trainer.common.errors import TrainerError, UserError
+from offload_trainer.common.packages import OPTIONAL
+from offload_trainer.common.safe_files import parsed
+from offload_trainer.common.units import format_bytes, format_seconds
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.plan.planner import make_plan, resolved
 from offload_trainer.run.commands.runs import compared, comparison
-from offload_trainer.safe_files import parsed
 from offload_trainer.settings import dump_config, load_config
 from offload_trainer.telemetry import meters, sinks
 from offload_trainer.telemetry.meters import IoCount, PhaseClock, read_io
@@ -42,7 +43,6 @@ from offload_trainer.telemetry.metrics import (
 )
 from offload_trainer.telemetry.report import RELOAD, Series, comparison_page, predicted_row, report_page
 from offload_trainer.telemetry.sinks import JsonLines, Screen, Started, Telemetry, Trackers, refuse_missing
-from offload_trainer.units import format_bytes, format_seconds
 
 CONTRACT = (
     "step tokens loss grad_norm lr loss_scale seconds tokens_per_second mfu phases nvme_read_bytes nvme_written_bytes "

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from small_architectures import ARCHITECTURES, reference
 from synthetic_checkpoints import checkpoint_of
 
+from offload_trainer.common.errors import TrainerError, UserError
 from offload_trainer.config import ModelSection
-from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.tiered.state_formats import is_signed
 from offload_trainer.run.checkpoint import Checkpoints, RunRecord, TrainState, complete_checkpoints, read_manifest

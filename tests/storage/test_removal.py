@@ -16,7 +16,7 @@ import pytest
 from dead_run_files import NOBODY, ROOT, WHAT, dead_lease, died, dying_after
 from synthetic_checkpoints import save
 
-from offload_trainer.errors import TrainerError
+from offload_trainer.common.errors import TrainerError
 from offload_trainer.storage import owned_dirs, retention
 from offload_trainer.storage.atomic_io import bytes_below
 from offload_trainer.storage.manifest import MANIFEST

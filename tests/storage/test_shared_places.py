@@ -18,8 +18,8 @@ import pytest
 from dead_run_files import NOBODY, ROOT, dead_lease, died
 from synthetic_checkpoints import save
 
+from offload_trainer.common.errors import TrainerError, UserError
 from offload_trainer.engine import deepspeed as stock
-from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import rate_cache
 from offload_trainer.optim import kernel_cache
 from offload_trainer.plan.machine import DriveFacts, MachineProfile

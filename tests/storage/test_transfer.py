@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from offload_trainer.errors import TrainerError
+from offload_trainer.common.errors import TrainerError
 from offload_trainer.offloading.device import CudaDevice
 from offload_trainer.offloading.pages.manifest import Record, read_record
 from offload_trainer.offloading.ranks.node_comm import Node

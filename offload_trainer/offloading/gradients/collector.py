@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offload_trainer import ranks
-from offload_trainer.errors import TrainerError
+from offload_trainer.common.errors import TrainerError
 from offload_trainer.offloading.device import Device, cores_beside, limit_cores
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node

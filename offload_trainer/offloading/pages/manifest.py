@@ -19,13 +19,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from offload_trainer.errors import UserError
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.safe_files import Count, Line, Steps, exact_record, file_bytes, parsed, read_back, shown
 from offload_trainer.offloading.pages.store import PageStore, PageTable
 from offload_trainer.optim.state_files import EngineState, FormatName, RuleName
 from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
 from offload_trainer.plan.tiers import size_of_home
-from offload_trainer.safe_files import Count, Line, Steps, exact_record, file_bytes, parsed, read_back, shown
 from offload_trainer.storage.atomic_io import sync_directory, write_text
 from offload_trainer.storage.tensorfile import write_all
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from offload_trainer.errors import UserError
+from offload_trainer.common.errors import UserError
 from offload_trainer.offloading.pages.store import PageSnapshot, PageStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.weights.placed import PlacedWeights

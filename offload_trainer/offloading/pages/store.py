@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from offload_trainer.errors import TrainerError
+from offload_trainer.common.errors import TrainerError
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.kernel_api import Sum
 from offload_trainer.plan.tiered.layout import ALIGN, Page, aligned

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from offload_trainer import ranks
-from offload_trainer.errors import RERUN_HINT, PeerFailed, TrainerError
+from offload_trainer.common.errors import RERUN_HINT, PeerFailed, TrainerError
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher

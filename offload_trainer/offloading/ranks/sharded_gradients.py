@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.common.errors import TrainerError, UserError
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients.collector import Complete, GradientIntake, Gradients, StagedSums
 from offload_trainer.offloading.ranks.node_comm import Node

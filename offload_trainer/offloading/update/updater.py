@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from offload_trainer.errors import TrainerError
+from offload_trainer.common.errors import TrainerError
 from offload_trainer.offloading.allocation import EngineParts, Stores
 from offload_trainer.offloading.device import Device, cores_beside, limit_cores
 from offload_trainer.offloading.pages.store import PageSnapshot

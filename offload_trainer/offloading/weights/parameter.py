@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map, tree_map_only
 
-from offload_trainer.errors import UserError
+from offload_trainer.common.errors import UserError
 from offload_trainer.offloading.autograd import not_compiled, refuse_recording, version_of
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload_trainer.errors import TrainerError
+from offload_trainer.common.errors import TrainerError
+from offload_trainer.common.packages import to_install
 from offload_trainer.offloading.device import DeviceCopy, Read
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Connections
-from offload_trainer.packages import to_install
 from offload_trainer.plan.tiered import layout
 from offload_trainer.plan.tiers import DEVICE, RAM
 from offload_trainer.storage.host_memory import host_buffer

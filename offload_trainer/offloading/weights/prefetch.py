@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from offload_trainer.errors import UserError
+from offload_trainer.common.errors import UserError
 from offload_trainer.offloading import autograd
 from offload_trainer.offloading.allocation import EngineParts, Stores
 from offload_trainer.offloading.device import DeviceCopy

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import inf
 
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.packages import lacks
+from offload_trainer.common.units import format_bytes, format_count, format_seconds
 from offload_trainer.config import PlacementSection, TieredSection
-from offload_trainer.errors import UserError
-from offload_trainer.packages import lacks
 from offload_trainer.plan import step_time
 from offload_trainer.plan.communication import bounds_of, exchange_of
 from offload_trainer.plan.machine import MachineProfile, sums_key, update_key
@@ -33,7 +34,6 @@ from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
 from offload_trainer.plan.tiered.weight_streaming import seconds_of, seconds_of_both, uses_all_gather
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, Placement, TierKind, kind_asked, on_drive, tier_names
 from offload_trainer.plan.workload import Workload
-from offload_trainer.units import format_bytes, format_count, format_seconds
 
 WORTH = 0.05  # share of a step that an alternative update schedule must save, since forecasts are inexact
 _FORWARD_WORTH = 0.02  # the same for overlap with the next forward, which needs no memory and changes no bits

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import pairwise
 from math import prod
 
+from offload_trainer.common.units import format_bytes, format_count
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import activation_items, heap_holes, input_items, inputs_of, process_items, slots_of
 from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic
@@ -19,7 +20,6 @@ from offload_trainer.plan.tiered.layout import DEVICE, PageGroup, TierMap, Unit,
 from offload_trainer.plan.tiered.state_formats import StateFormat
 from offload_trainer.plan.tiers import RAM, RAM_NAME, WHERE, Item, on_drive, tier_names
 from offload_trainer.plan.workload import Workload
-from offload_trainer.units import format_bytes, format_count
 
 
 def tiered_items(work: Workload, homes: TierMap, sizes: spec.TierSizes, machine: MachineProfile) -> Iterator[Item]:

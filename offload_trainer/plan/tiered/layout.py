@@ -18,9 +18,9 @@ from typing import Annotated
 
 from pydantic import Field, Strict
 
+from offload_trainer.common.safe_files import Count, exact_record
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiers import DEVICE, NOT_DRIVES, RAM
-from offload_trainer.safe_files import Count, exact_record
 
 ALIGN = 4096  # elements
 BLOCK_8BIT = 256  # elements that share a scale (Dettmers et al. 2022, 8-bit optimizers via block-wise quantization)

@@ -8,14 +8,14 @@ from typing import Literal, get_args
 
 import psutil
 
+from offload_trainer.common.errors import TrainerError, UserError
+from offload_trainer.common.packages import REQUIRED, is_installed, to_install, too_old
+from offload_trainer.common.units import format_bytes
 from offload_trainer.config import ModelSection, TrainConfig
-from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import UnusableGpu, available_ram_bytes, probe_machine
-from offload_trainer.packages import REQUIRED, is_installed, to_install, too_old
 from offload_trainer.plan.deepspeed import DeepSpeed
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, card_mistakes
 from offload_trainer.plan.planner import engine_of, with_dtype_of_card
-from offload_trainer.units import format_bytes
 
 State = Literal["ok", "warning", "failure"]
 

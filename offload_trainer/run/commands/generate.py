@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.units import format_bytes
 from offload_trainer.data.tokenizer import document_marks, load_tokenizer
-from offload_trainer.errors import UserError
 from offload_trainer.machine.probe import available_ram_bytes
 from offload_trainer.model.inference import empty_model, generate, read_as_called
 from offload_trainer.model.init_weights import set_buffer
 from offload_trainer.run.export import opened, opened_model
-from offload_trainer.units import format_bytes
 
 
 @contextmanager

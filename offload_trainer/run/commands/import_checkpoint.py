@@ -24,10 +24,20 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from offload_trainer.common.errors import TrainerError, UserError, reason
+from offload_trainer.common.safe_files import (
+    Steps,
+    as_kind,
+    is_there,
+    lenient_record,
+    open_file,
+    open_given,
+    read_back,
+    shown,
+)
 from offload_trainer.config import TrainConfig
 from offload_trainer.data.run_data import UNKNOWN_IDENTITY
 from offload_trainer.data.tokenizer import load_tokenizer, save_tokenizer
-from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.model.loader import ModelSource, resolve_model, save_model_config
 from offload_trainer.model.pretrained import opened_weights
 from offload_trainer.optim.state_files import BlockingSnapshot, EngineState, LossScale
@@ -38,7 +48,6 @@ from offload_trainer.run.checkpoint import RunRecord, TrainState, checkpoint_of,
 from offload_trainer.run.directory import environment
 from offload_trainer.run.export import check_destination
 from offload_trainer.run.loop import learning_rate
-from offload_trainer.safe_files import Steps, as_kind, is_there, lenient_record, open_file, open_given, read_back, shown
 from offload_trainer.storage.atomic_io import bytes_below
 from offload_trainer.storage.owned_dirs import replacing, scratch
 from offload_trainer.storage.tensorfile import DTYPES, describe_invalid_values

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.units import format_bytes, format_count, format_seconds
 from offload_trainer.config import DeepSpeedSection, TieredSection, TrainConfig
-from offload_trainer.errors import UserError
 from offload_trainer.plan.communication import GPUS, NETWORK
 from offload_trainer.plan.machine import MachineProfile, describe_links
 from offload_trainer.plan.plan import Plan
@@ -17,7 +18,6 @@ from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME
 from offload_trainer.run.planning import machine_here, model_of, planned, with_what_fits
 from offload_trainer.settings import with_words
-from offload_trainer.units import format_bytes, format_count, format_seconds
 
 _MICRO = (64, 16, 4, 1)  # micro-batch sizes to try in a comparison; planning every size takes minutes
 

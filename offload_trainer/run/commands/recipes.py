@@ -14,8 +14,8 @@ from pathlib import Path
 from shlex import quote
 from textwrap import wrap
 
-from offload_trainer.errors import UserError
-from offload_trainer.units import screen_columns, shown
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.units import screen_columns, shown
 
 _HEAD = re.compile(r"^# (run|plan|memory): +(.*)$")
 

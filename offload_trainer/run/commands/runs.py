@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload_trainer.errors import UserError
-from offload_trainer.safe_files import Count, Number, as_kind, file_bytes, one_line, parsed, read_yaml
+from offload_trainer.common.errors import UserError
+from offload_trainer.common.safe_files import Count, Number, as_kind, file_bytes, one_line, parsed, read_yaml
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.retention import complete_checkpoints, step_of
 from offload_trainer.storage.scratch_dir import PAGES, folders_in, is_alive

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from offload_trainer.errors import TrainerError
+from offload_trainer.common.errors import TrainerError
+from offload_trainer.common.safe_files import parsed
 from offload_trainer.plan.plan import Plan
 from offload_trainer.run.process_setup import prepared
-from offload_trainer.safe_files import parsed
 from offload_trainer.storage.owned_dirs import scratch
 
 _WARM = 2  # first steps of a trial that do not count

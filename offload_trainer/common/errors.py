@@ -7,7 +7,7 @@ import errno
 import re
 import signal
 
-from offload_trainer.packages import explain_import
+from offload_trainer.common.packages import explain_import
 
 RERUN_HINT = "the same command resumes"  # run/resume.py completes this phrase with the step it resumes from
 STORE = "OFFLOAD_TRAINER_STORE"  # environment variable: the file through which the launcher's ranks find each other

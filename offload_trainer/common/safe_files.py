@@ -17,7 +17,7 @@ from typing import Annotated, Any, BinaryIO, TypeVar, dataclass_transform
 import yaml
 from pydantic import AfterValidator, ConfigDict, FailFast, Field, Strict, TypeAdapter, ValidationError, with_config
 
-from offload_trainer.errors import UserError, reason
+from offload_trainer.common.errors import UserError, reason
 
 Kind = TypeVar("Kind")
 

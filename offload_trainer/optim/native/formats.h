@@ -3,6 +3,10 @@
 
 #include "numbers.h"
 
+#ifdef __AVX512FP16__
+#include <immintrin.h>
+#endif
+
 namespace {
 
 constexpr int64_t BLOCK = 256;  // elements that share a scale in 8 bits; 1 KiB of fp32
@@ -55,12 +59,23 @@ inline void draw(const Bits& of, int64_t at, int64_t count, uint32_t* __restrict
     }
 }
 
-// Compute to[i] = table[index[i]]. The asm statement keeps the compiler from assembling vectors from single loads,
-// which takes twice as long.
+#ifdef __AVX512FP16__
+inline __m512i sixteen(const uint8_t* at) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)at)); }
+inline __m512i sixteen(const uint16_t* at) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at)); }
+#endif
+
+// Compute to[i] = table[index[i]]. CPUs with AVX512-FP16 load sixteen entries faster together. Elsewhere the asm statement
+// keeps the compiler from assembling vectors from single loads, which takes twice as long.
 template <class Index, class Entry>
 inline void look_up(const Entry* __restrict table, const Index* __restrict index, Entry* __restrict to, int64_t count) {
+    int64_t i = 0;
+#ifdef __AVX512FP16__
+    if constexpr (sizeof(Entry) == 4)
+        for (; i + 16 <= count; i += 16)
+            _mm512_storeu_si512(to + i, _mm512_i32gather_epi32(sixteen(index + i), table, 4));
+#endif
 #pragma GCC unroll 8
-    for (int64_t i = 0; i < count; i++) {
+    for (; i < count; i++) {
         size_t place = index[i];
         asm("" : "+r"(place));
         std::memcpy(to + i, table + place, sizeof *to);

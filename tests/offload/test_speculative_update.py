@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from dead_run_files import stored_masters
-from engine_bench import assert_same, batches, digest, masters, plain, saved, train
+from engine_bench import assert_same, batches, masters, plain, saved, skip_last_block, train
 from late_transfers import FailingWrites
-from placements import ALL_ON_DRIVES, AWAY, FIRST, FULL, HOMES, IN_LINE, Build, plant, skip_last_block, until
-from seen_calls import calls_of, run_before
+from placements import ALL_ON_DRIVES, AWAY, FIRST, FULL, HOMES, IN_LINE, Build, digest, plant
+from seen_calls import calls_of, run_before, until
 
 from offload_trainer.common.errors import TrainerError
 from offload_trainer.engine import tiered

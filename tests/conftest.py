@@ -127,7 +127,7 @@ def counted_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return one directory for all pytest-xdist workers, for files that only one should create (see `in_turn`)."""
+    """Return one directory for all pytest-xdist workers, for files that only one should create (see `FileLock`)."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 

@@ -12,6 +12,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from unittest.mock import patch
 from zlib import crc32
 
 import torch
-from filelock import FileLock
 from safetensors.torch import load_file
 
 HELPERS = Path(__file__).resolve().parent
@@ -138,6 +138,21 @@ def environment(**extra: str) -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in dropped} | extra
 
 
+def fresh_environment(place: Path) -> dict[str, str]:
+    """Create an environment in `place`/venv with the libraries of this one; return its processes' variables."""
+    subprocess.run([sys.executable, "-m", "venv", str(place / "venv")], check=True)
+    # Python's bundled setuptools is too old to build the project.
+    drop = [str(place / "venv/bin/python"), "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools"]
+    subprocess.run(drop, check=True)
+    (site,) = (place / "venv/lib").glob("python3*/site-packages")
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    path = f"{place}/venv/bin:/usr/local/bin:/usr/bin:/bin"
+    given = environment(PATH=path, HOME=str(place), OFFLOAD_TRAINER_CACHE=str(place / "cache"))
+    # The build requirements are installed, so nothing is downloaded.
+    given |= {"PIP_NO_BUILD_ISOLATION": "false", "PIP_NO_INDEX": "1", "HF_HUB_OFFLINE": "1"}
+    return {name: value for name, value in given.items() if name not in ("PYTHONPATH", "CXX")}
+
+
 def command(*words: object) -> list[str]:
     return [sys.executable, "-m", "offload_trainer", *map(str, words)]
 
@@ -179,11 +194,6 @@ def faulty(fault: str, *words: object, output: Path | None = None, **extra: str)
     named = [] if output is None else ["--output", output]
     done = run_script(FAULTY, fault, *words, *named, **extra)
     return Run(done.returncode, done.stdout + done.stderr, output or Path())
-
-
-def in_turn(path: Path) -> FileLock:
-    """Return a lock with which only one worker at a time creates `path`."""
-    return FileLock(f"{path}.lock")
 
 
 def everything(folder: Path) -> dict[Path, bytes]:

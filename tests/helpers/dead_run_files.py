@@ -1,12 +1,7 @@
 """Create what dead runs leave on a drive."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -47,17 +42,3 @@ def stored_masters(lease: Path) -> tuple[int, dict[str, torch.Tensor]] | None:
             assert zlib_sum(page[: table.format.fields["master"].padded(table.pages[number])]) == sums[number]
             values.view(-1)[given] = table.fields(number, page)["master"][held].float()
     return newest.step, found
-
-
-@contextmanager
-def dying_after(removals: int) -> Iterator[None]:
-    """Interrupt the context, as a kill would, when it removes a file after so many."""
-    unlink, numbers = os.unlink, count()
-
-    def dying(*args: Any, **words: Any) -> None:
-        if next(numbers) == removals:
-            raise KeyboardInterrupt
-        unlink(*args, **words)
-
-    with patch.object(os, "unlink", dying), pytest.raises(KeyboardInterrupt):
-        yield

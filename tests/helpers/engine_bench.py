@@ -1,10 +1,9 @@
 """Build engines in this process on small models with fixed batches, for tests that compare engines bit for bit."""
 
-import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -29,7 +28,7 @@ from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
 from offload_trainer.run.train import use_deterministic_algorithms
 from offload_trainer.settings import load_config
 from offload_trainer.storage.scratch_dir import leased
-from offload_trainer.telemetry.meters import PhaseClock, read_io
+from offload_trainer.telemetry.meters import PhaseClock
 
 VOCABULARY = 211
 DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
@@ -148,6 +147,17 @@ def train(
     return done
 
 
+def skip_last_block(trained: Any, steps: set[int]) -> Callable[[int], None]:
+    """Return a `before` hook that removes the last block in these steps, so that its weights get no gradient."""
+    body = trained._module.model.transformer
+    whole = body.h
+
+    def before(step: int) -> None:
+        body.h = whole[:-1] if step in steps else whole
+
+    return before
+
+
 def masters(engine: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.named_master_parameters()}
 
@@ -179,29 +189,3 @@ def saved(ours: TieredEngine, place: Path) -> dict[str, bytes]:
     place.mkdir()
     ours.snapshot().write(place)
     return {path.name: path.read_bytes() for path in place.iterdir()}
-
-
-def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """Return a checksum of the tensors' bits, which compares sooner than lists of numbers."""
-    bits = (tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors)
-    return hashlib.sha256(b"".join(bits)).hexdigest()
-
-
-def moved_in_step(ours: Any, data: Sequence[Batch]) -> tuple[int, int]:
-    """Train a step; return the bytes read from drives and written, as the kernel counts them, which are the plan's."""
-
-    def settled() -> Any:
-        """Return the counts once nothing is on its way: no step waits for its prefetches."""
-        ours.synchronize()
-        for slot in ours.offloaded.stream._slots:
-            if slot.arrival is not None:
-                slot.arrival.wait()
-        return read_io()
-
-    before = settled()
-    train(ours, data, accumulate=len(data))
-    moved = settled() - before
-    planned = [one for one in ours.plan.traffic if one.place != "device"]
-    assert moved.read_bytes == sum(one.read for one in planned)
-    assert moved.written_bytes == sum(one.written for one in planned)
-    return moved.read_bytes, moved.written_bytes

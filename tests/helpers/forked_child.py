@@ -10,8 +10,6 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-GONE = ("a closed pipe", "a terminal that is gone")
-
 
 def in_a_fork(work: Callable[[], int | None], *, streams: Callable[[], None] = lambda: None) -> int:
     """Run `work` in a fork with the real stdout and stderr; return its exit code, -N if signal N killed it."""

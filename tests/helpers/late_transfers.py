@@ -13,7 +13,6 @@ import torch
 from emulated_gpu import EmulatedGpu, queued
 from engine_bench import engine
 
-from offload_trainer.common.errors import TrainerError
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.offloading.device import CudaDevice
 from offload_trainer.optim.kernel_api import PageUpdate, TorchKernel
@@ -81,18 +80,3 @@ class LateTransfers(Transfers):
 
     def _start(self, _: Any, move: Callable[[memoryview, int], None], offset: int, buffer: torch.Tensor) -> Future:
         return late(lambda: move(buffer.view(-1).view(torch.uint8).numpy().data, offset))
-
-
-class FailingWrites(Transfers):
-    """Transfers whose writes to the files that `failing` names fail."""
-
-    def __init__(self, *failing: str) -> None:
-        super().__init__()
-        self.failing = list(failing)
-
-    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
-        if file.path.name not in self.failing:
-            return super().write(file, offset, buffer)
-        future = Future()
-        future.finish_part(TrainerError("the drive failed"))
-        return future

@@ -91,15 +91,6 @@ COUNTED: dict[str, Callable[..., bool]] = {
 }
 
 
-def fill(directory: Path) -> None:
-    """Fill the filesystem of `directory` to its last byte."""
-    with open(directory / "filler", "wb", buffering=0) as file:
-        for size in (1 << 20, 4096, 1):
-            with suppress(OSError):
-                while file.write(bytes(size)) == size:
-                    pass
-
-
 def happen(action: str, given: tuple[Any, ...]) -> None:
     name, _, argument = action.partition("~")
     if name == "pause":  # until a file exists
@@ -107,9 +98,13 @@ def happen(action: str, given: tuple[Any, ...]) -> None:
         while not Path(argument).exists() and time.monotonic() < until:
             time.sleep(0.005)
     elif name in ("full", "low"):  # no byte is left on a filesystem, or 1 MB
-        fill(Path(argument))
+        filler = Path(argument) / "filler"
+        with open(filler, "wb", buffering=0) as file:
+            for size in (1 << 20, 4096, 1):
+                with suppress(OSError):
+                    while file.write(bytes(size)) == size:
+                        pass
         if name == "low":
-            filler = Path(argument) / "filler"
             os.truncate(filler, filler.stat().st_size - (1 << 20))
     elif name == "sh":
         subprocess.run(argument, shell=True, check=True)

@@ -16,7 +16,6 @@ from offload_trainer.data.packing import TokenSpec, records_in
 from offload_trainer.data.run_data import prepare_data, prepare_tokens
 from offload_trainer.data.tokenizer import tokenizer_fingerprint
 
-SPECIAL = ["<pad>", "<s>", "<end>", "<user>", "<assistant>"]
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}<end>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -41,7 +40,7 @@ def lines(records: Iterable[Any]) -> str:
 
 def chat_tokenizer(template: str = TEMPLATE, *, eos: str = "<end>", special: Sequence[str] = ()) -> Any:
     """Return a byte-level tokenizer with a chat template. `special` are more special tokens."""
-    tokens = list(dict.fromkeys([*SPECIAL, eos, *special]))
+    tokens = list(dict.fromkeys(["<pad>", "<s>", "<end>", "<user>", "<assistant>", eos, *special]))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate([*tokens, *alphabet])}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

@@ -1,7 +1,8 @@
-"""Note the calls of a function, or act before each of them. `replace` is setattr, or that of a MonkeyPatch."""
+"""Note the calls of a function, act before each of them, or wait. `replace` is setattr, or that of a MonkeyPatch."""
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -36,3 +37,11 @@ def kill_in(owner: Any, name: str, *, nth: int) -> None:
     """Let this process be killed at the `nth` call of `owner.name` from now."""
     calls = count(1)
     run_before(setattr, owner, name, lambda *_, **__: next(calls) == nth and os.kill(os.getpid(), signal.SIGKILL))
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait until `true` returns True; fail after five minutes."""
+    end = time.monotonic() + 300
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.0005)

@@ -16,9 +16,8 @@ import torch
 from engine_bench import VOCABULARY, assert_same, batches, model_directory
 from forked_child import in_a_fork
 from late_transfers import late_transfers
-from placements import until
 from safetensors.torch import load_file
-from seen_calls import calls_of, kill_in, run_before
+from seen_calls import calls_of, kill_in, run_before, until
 from session_loop import (
     ACCUMULATE,
     HOMES,

@@ -11,7 +11,6 @@ import pytest
 import tiny_models
 import torch
 from engine_bench import assert_same, batches, engine, masters, model_directory, plain, train
-from placements import ALL_ON_DRIVES
 from sample_plans import machine, wish
 from seen_calls import run_before
 from transformers import Trainer
@@ -167,7 +166,8 @@ def test_dropout_is_the_same_in_every_placement(architecture: str, folder: Path,
     """Whatever else draws random numbers in between. GPT-2's placements are in test_pairs.py."""
     model = model_directory(folder / f"noisy-{architecture}", architecture, **NOISY[architecture])
     expected, weights = plain(model, 3, "--accumulate", "2", "model.activation_checkpointing=off", accumulate=2)
-    words = ["--accumulate", "2", *ALL_ON_DRIVES, "model.activation_checkpointing=on"]
+    words = ["--accumulate", "2", "--params", "nvme", "--optimizer", "nvme", "placement.gradients=nvme"]
+    words += ["tiered.weight_buffers=2", "model.activation_checkpointing=on"]
     with engine(model, *words, drives=[drive]) as ours:
 
         def between(step: int) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from emulated_gpu import emulated_gpu, queued
-from engine_bench import DROPOUT, batches, engine, model_directory, moved_in_step, train
-from placements import ON
+from engine_bench import DROPOUT, batches, engine, model_directory, train
+from placements import ON, moved_in_step
 from sample_plans import GB, SHAPES, machine, shape_of, wish
 from seen_calls import calls_of, run_before
 from transformers import AutoConfig

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine_bench import batches, digest, model_directory, train
+from engine_bench import batches, model_directory, train
 from forked_ranks import in_ranks
 from late_transfers import late, late_engine
-from placements import ALL_ON_DRIVES, until
-from seen_calls import calls_of
+from placements import ALL_ON_DRIVES, digest
+from seen_calls import calls_of, until
 
 from offload_trainer.common.errors import TrainerError
 from offload_trainer.offloading import allocation

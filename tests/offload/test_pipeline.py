@@ -18,9 +18,10 @@ import pytest
 import torch
 from commands import TINY
 from engine_bench import DROPOUT, batches, engine, model_directory, train
-from forked_ranks import Case, Result, call_ranks, counts, in_ranks, run_ranks, train_cases
+from forked_ranks import call_ranks, counts, in_ranks
 from late_transfers import late_engine
 from placements import ALL_ON_DRIVES, BEHIND, FULL, IN_LINE, ON, hold_up
+from rank_cases import Case, Result, run_ranks, train_cases
 from sample_chats import lines, turns
 from sample_plans import GB, SHAPES, cluster, machine, rate, timed, wish
 from test_gradients import model as small_units

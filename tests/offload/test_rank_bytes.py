@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from engine_bench import model_directory
-from forked_ranks import Case, Result, count_calls, counts, in_ranks, run_ranks, start_ranks, train_cases
+from forked_ranks import count_calls, counts, in_ranks, start_ranks
+from rank_cases import Case, Result, run_ranks, train_cases
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload_trainer.plan.tiered.layout as layout

@@ -19,9 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from dead_run_files import stored_masters
-from engine_bench import DROPOUT, digest, engine, model_directory
-from forked_ranks import Case, Result, assert_no_open_port, in_ranks, run_ranks, start_ranks
-from placements import ALL_ON_DRIVES, BEHIND, FIRST, ON, hold_up, record_kept
+from engine_bench import DROPOUT, engine, model_directory
+from forked_ranks import in_ranks, start_ranks
+from placements import ALL_ON_DRIVES, BEHIND, FIRST, ON, digest, hold_up, record_kept
+from rank_cases import Case, Result, assert_no_open_port, run_ranks
 
 from offload_trainer import cli, ranks
 from offload_trainer.common.errors import LOST, PeerFailed, TrainerError

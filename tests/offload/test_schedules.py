@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_bench import ON_GPU, REFERENCE, assert_same, batches, digest, engine, masters, plain, saved, train
-from placements import ALL_ON_DRIVES, AWAY, BEHIND, CLIP, FULL, HOMES, IN_LINE, Build, plant, skip_last_block
+from engine_bench import ON_GPU, REFERENCE, assert_same, batches, engine, masters, plain, saved, skip_last_block, train
+from placements import ALL_ON_DRIVES, AWAY, BEHIND, CLIP, FULL, HOMES, IN_LINE, Build, digest, plant
 from seen_calls import calls_of, run_before
 
 from offload_trainer.common.errors import TrainerError

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 from dead_run_files import stored_masters
-from engine_bench import assert_same, batches, digest, masters, plain, saved, train
-from late_transfers import FailingWrites
-from placements import ALL_ON_DRIVES, AWAY, FIRST, FULL, HOMES, IN_LINE, Build, plant, skip_last_block, until
-from seen_calls import calls_of, run_before
+from engine_bench import assert_same, batches, masters, plain, saved, skip_last_block, train
+from placements import ALL_ON_DRIVES, AWAY, FIRST, FULL, HOMES, IN_LINE, Build, digest, plant
+from seen_calls import calls_of, run_before, until
 
 from offload_trainer.common.errors import TrainerError
 from offload_trainer.engine import tiered
@@ -213,6 +212,21 @@ def test_ranks_meet_before_an_update_changes_weights(build: Build, monkeypatch: 
 
 
 # -- each of the following fails if its wait is removed ----------------------------------------------------------------
+
+
+class FailingWrites(Transfers):
+    """Transfers whose writes to the files that `failing` names fail."""
+
+    def __init__(self, *failing: str) -> None:
+        super().__init__()
+        self.failing = list(failing)
+
+    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
+        if file.path.name not in self.failing:
+            return super().write(file, offset, buffer)
+        future = Future()
+        future.finish_part(TrainerError("the drive failed"))
+        return future
 
 
 class HeldWrites(Transfers):

@@ -20,12 +20,12 @@ from engine_bench import (
     engine,
     masters,
     model_directory,
-    moved_in_step,
     plain,
     saved,
+    skip_last_block,
     train,
 )
-from placements import ALL_ON_DRIVES, HOMES, IN_LINE, OFF, ON, Build, gpt2, plant, skip_last_block
+from placements import ALL_ON_DRIVES, HOMES, IN_LINE, OFF, ON, Build, gpt2, moved_in_step, plant
 from safetensors.torch import load_file
 from seen_calls import calls_of
 

@@ -22,11 +22,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import update_ranges
 from emulated_gpu import queued
 from engine_bench import assert_same as assert_same_masters
 from engine_bench import batches, engine, masters, model_directory, train
-from update_ranges import ADAMW, FIRST, FORMATS, MARK, NOISE, UNIT, form, part
 
 from offload_trainer.common.errors import TrainerError, UserError
 from offload_trainer.offloading.pages.store import PageSnapshot, PageTable
@@ -35,14 +33,26 @@ from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, TorchKernel
 from offload_trainer.optim.kernel_cache import built
 from offload_trainer.optim.kernels import random_page
-from offload_trainer.optim.moments import dynamic_map, stored_field
+from offload_trainer.optim.moments import Noise, dynamic_map, stored_field
 from offload_trainer.optim.native_kernel import NativeKernel
 from offload_trainer.optim.norms import norm_of
-from offload_trainer.optim.rules import AdamW
+from offload_trainer.optim.rules import AdamW, Hyper
 from offload_trainer.plan.tiered import layout
 from offload_trainer.plan.tiered.layout import DEVICE
-from offload_trainer.plan.tiered.state_formats import KINDS
+from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, KINDS
 from offload_trainer.plan.tiers import RAM
+
+ADAMW = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
+MARK = 61440.0  # larger than any weight, and exact in 16 bits
+NOISE, UNIT, FIRST = Noise(1, 2), 3, 4096  # the page begins at element 4096 of its unit
+FORMATS = {format.name: format for format in ADAMW_FORMATS}  # of fp32 masters by the values of optim.moment_dtype
+form = FORMATS.__getitem__
+
+
+def part(start: int, end: int, decay: float, step: int, *, hyper: Hyper = ADAMW) -> ParamRange:
+    """Return a range of elements [start, end) that uses `hyper` with another decay."""
+    return ParamRange(start, end, replace(hyper, decay=decay), step)
+
 
 N = 20_000  # not a multiple of 256; more than one piece of adam.cpp's
 PARTS = [part(256, 4096, 0.1, 7), part(4096, 4352, 0.0, 7), part(16_384, N, 0.1, 300)]
@@ -118,8 +128,27 @@ def pages_of(states: str) -> list[Page]:
     return [usual, (fields, of_all_shapes(N, seed=9, dtype=torch.float32))]
 
 
-def updated(kernel: Kernel, *given: Any, **words: Any) -> list[torch.Tensor]:
-    return update_ranges.updated(kernel, *given, **words, place=PLACE if isinstance(kernel, CudaKernel) else "cpu")
+def updated(
+    kernel: Kernel,
+    page: Page,
+    parts: list[ParamRange],
+    *,
+    states: str,
+    first: int = FIRST,
+    given: torch.dtype = torch.bfloat16,
+    wanted: torch.dtype | None = torch.bfloat16,
+    scale: float = 0.37,
+) -> list[torch.Tensor]:
+    """Update copies of a page's fields with its gradient, which stays as it is; return them and the new weights."""
+    (fields, grad), place = page, PLACE if isinstance(kernel, CudaKernel) else "cpu"
+    here = {name: tensor.to(place, copy=True) for name, tensor in fields.items()}
+    out = torch.full_like(grad, MARK, dtype=wanted or torch.bfloat16, device=place)
+    noise, new = NOISE if form(states).stochastic else None, None if wanted is None else out
+    there = grad.to(given, copy=True).to(place)
+    before = there.clone()
+    kernel.update_page(PageUpdate(here, there, new, parts, form(states), scale, noise, UNIT, first))
+    assert torch.equal(there.view(torch.uint8), before.view(torch.uint8))
+    return [tensor.cpu() for tensor in (*here.values(), out)]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

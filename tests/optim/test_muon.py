@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from dead_run_files import stored_masters
-from engine_bench import Step, assert_same, batches, engine, masters, model_directory, saved, train
-from placements import skip_last_block
+from engine_bench import Step, assert_same, batches, engine, masters, model_directory, saved, skip_last_block, train
 from plain_engine import MuonWithAdamW
 from safetensors.torch import load_file
 from sample_plans import rate, timed, wish, with_products

@@ -16,13 +16,14 @@ import torch
 from commands import HELPERS
 from forked_child import in_a_fork
 from torch.multiprocessing.reductions import StorageWeakRef
-from update_ranges import form, part
 
 from offload_trainer.optim import norms
-from offload_trainer.optim.kernel_api import PageUpdate, TorchKernel, zlib_sum
+from offload_trainer.optim.kernel_api import PageUpdate, ParamRange, TorchKernel, zlib_sum
 from offload_trainer.optim.kernels import adds_like_torch, choose_kernel, random_page
 from offload_trainer.optim.native_kernel import ORDERS, UNKNOWN, NativeKernel
 from offload_trainer.optim.norms import Pieces, norm_of
+from offload_trainer.optim.rules import AdamW
+from offload_trainer.plan.tiered.state_formats import state_format
 
 WIDE, NARROW = torch.float32, (torch.bfloat16, torch.float16)
 
@@ -156,8 +157,10 @@ N = 1 << 18  # many pieces
 class Page:
     """A page that is updated in fp32. It returns bytes without torch, whose threads a fork has lost."""
 
+    format = state_format("adamw", "fp32")
+
     def __init__(self) -> None:
-        self.fields, grad = random_page(N, form("fp32"))
+        self.fields, grad = random_page(N, self.format)
         self.grad, self.out = grad.bfloat16(), torch.zeros(N, dtype=torch.bfloat16)
 
     def update(self, kernel: NativeKernel, *, times: int = 1) -> bytes:
@@ -168,9 +171,10 @@ class Page:
         return b"".join(bytes(tensor.numpy().data) for tensor in self.fields.values())
 
     def step(self, kernel: NativeKernel, *, times: int = 1) -> None:
-        parts = [part(0, N // 2, 0.1, 7), part(N // 2, N, 0.0, 7)]
+        decayed, other = (AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=decay) for decay in (0.1, 0.0))
+        parts = [ParamRange(0, N // 2, decayed, 7), ParamRange(N // 2, N, other, 7)]
         for _ in range(times):
-            kernel.update_page(PageUpdate(self.fields, self.grad, self.out, parts, form("fp32"), 0.5, noise=None))
+            kernel.update_page(PageUpdate(self.fields, self.grad, self.out, parts, self.format, 0.5, noise=None))
 
 
 def expected(*, times: int = 1) -> bytes:

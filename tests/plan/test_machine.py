@@ -17,7 +17,6 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from sample_plans import SHAPES
-from update_ranges import form
 
 from offload_trainer.cli import main
 from offload_trainer.common.errors import TrainerError, UserError
@@ -131,7 +130,7 @@ def test_each_form_of_moments_is_timed_in_pages(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.undo()  # the cache of all tests has compiled kernels
     made = {update.name: update for update in timed_updates(("native", "torch"), ADAMW_FORMATS, say=print)}
     assert {"native", "native.bf16", "native.8bit", "native.8bit_bf16_masters", "torch"} <= set(made)
-    pages = make_pages(70_000, page=32_768, format=form("8bit"))
+    pages = make_pages(70_000, page=32_768, format=made["native.8bit"].format)
     assert [(page.first, page.grad.numel()) for page in pages] == [(0, 32_768), (32_768, 32_768), (65_536, 4464)]
     run_once = lambda work, **_: [work() or 1.0]  # noqa: E731
     monkeypatch.setattr(bench, "_repeat", run_once)

@@ -24,13 +24,12 @@ from commands import ask, call
 from engine_bench import VOCABULARY, assert_same, batches, engine, model_directory, train
 from forked_child import in_a_fork, watched_memory
 from forked_ranks import in_ranks
-from hf_trainers import arguments
 from safetensors.torch import load_file, save_file
 from test_safe import Bomb
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, Trainer, get_scheduler
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_callback import TrainerState
 from uneven_targets import DECAY, LR, random_weights
 
@@ -128,10 +127,12 @@ def trained(folder: Path, name: str, *, frozen: list[str], tied: bool, **changes
     )
     for parameter_name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(re.search(pattern, parameter_name) for pattern in frozen))
-    words = {"max_steps": LENGTH, "save_steps": HALF, "warmup_steps": 0, "lr_scheduler_type": "constant"}
-    words |= {"adam_beta1": 0.8, "adam_beta2": 0.99, "adam_epsilon": 1e-7, "eval_strategy": "no"} | changes
+    words: dict[str, Any] = {"max_steps": LENGTH, "save_steps": HALF, "logging_steps": 1, "report_to": "none"}
+    words |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "disable_tqdm": True}
+    words |= {"learning_rate": RATE, "warmup_steps": 0, "lr_scheduler_type": "constant", "max_grad_norm": 0.5}
+    words |= {"adam_beta1": 0.8, "adam_beta2": 0.99, "adam_epsilon": 1e-7, "weight_decay": 0.1} | changes
     rows = [{"input_ids": row, "labels": row} for batch in batches(4) for row in batch.inputs]
-    trainer = Trainer(model, arguments(folder / "out", **words), train_dataset=rows)
+    trainer = Trainer(model, TrainingArguments(str(folder / "out"), **words), train_dataset=rows)
     trainer.train()
     return trainer
 

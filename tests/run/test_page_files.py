@@ -12,8 +12,8 @@ import pytest
 from commands import COMMAND, FAULTY, KILL, TINY, Run, call, faulty, results, start
 from dead_run_files import dead_lease
 from forked_ranks import call_ranks
-from placements import until
 from sample_plans import timed
+from seen_calls import until
 
 from offload_trainer.common.errors import RERUN_HINT, UserError
 from offload_trainer.offloading.pages.manifest import read_description, read_newest

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from commands import COMMAND, KILL, TINY, Run, ask, assert_same_run, call, faulty, in_turn, results, run_script
+from commands import COMMAND, KILL, TINY, Run, ask, assert_same_run, call, faulty, results, run_script
+from filelock import FileLock
 from forked_ranks import call_ranks
 from safetensors.torch import load_file
 from sample_chats import CHATS, lines, turns
@@ -57,7 +58,7 @@ def finished(shared: Path):
     @cache
     def make(name: str) -> Run:
         output = shared / f"finished-{name.replace(' ', '-')}"
-        with in_turn(output):
+        with FileLock(f"{output}.lock"):
             if not (output / "finished").exists():
                 drive = output.with_name(f"drive-of-{output.name}")
                 drive.mkdir(exist_ok=True)

@@ -8,12 +8,16 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
-from dead_run_files import NOBODY, ROOT, WHAT, dead_lease, died, dying_after
+from dead_run_files import NOBODY, ROOT, WHAT, dead_lease, died
 from synthetic_checkpoints import save
 
 from offload_trainer.common.errors import TrainerError
@@ -165,6 +169,20 @@ def test_a_filesystem_that_is_mounted_within_stays(tmp_path: Path) -> None:
         subprocess.run(["umount", "-l", place.path / "mounted"], check=True)
     remove_dead(place.path, what="a test in")
     assert not place.path.exists()
+
+
+@contextmanager
+def dying_after(removals: int) -> Iterator[None]:
+    """Interrupt the context, as a kill would, when it removes a file after so many."""
+    unlink, numbers = os.unlink, count()
+
+    def dying(*args: Any, **words: Any) -> None:
+        if next(numbers) == removals:
+            raise KeyboardInterrupt
+        unlink(*args, **words)
+
+    with patch.object(os, "unlink", dying), pytest.raises(KeyboardInterrupt):
+        yield
 
 
 @pytest.mark.parametrize("removals", range(5))

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import environment
-from fresh_environment import fresh_environment, shell
+from commands import environment, fresh_environment
 from sample_chats import CHATS
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
@@ -38,6 +37,15 @@ TEXT = PAGE.read_text()
 PLANS = re.findall(r"^ {4}(offload-train plan .*--machine .*)\n\n```text\n((?:.*\n)*?)```", TEXT, re.MULTILINE)
 TUTORIAL = re.findall(r"^ {4}(?! )(\S.*)$", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL), re.MULTILINE)
 TUTORIAL = [line for line in TUTORIAL if line not in [plan for plan, _ in PLANS]]
+
+
+def shell(command: str, there: dict[str, str], folder: Path, *, typed: str = "") -> str:
+    """Run a command line in `folder` with these variables and this standard input; return what it printed."""
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=there, input=typed, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")

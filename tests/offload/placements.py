@@ -1,8 +1,7 @@
 """Placements of weights, gradients and state, schedules of the update, and what tests of them share."""
 
-import re
-import time
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine_bench import DROPOUT, engine, model_directory
+from engine_bench import DROPOUT, engine, model_directory, train
 from late_transfers import late_engine
+from seen_calls import until
 
+from offload_trainer.data.rows import Batch
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
 from offload_trainer.offloading.update.updater import SpeculativeStep
+from offload_trainer.telemetry.meters import read_io
 
 BEHIND, FULL, IN_LINE = (f"tiered.overlap={how}" for how in ("forward", "backward", "off"))
 ON, OFF = "model.activation_checkpointing=on", "model.activation_checkpointing=off"
@@ -38,7 +40,6 @@ HOMES = {
 }
 CLIP = "optim.max_grad_norm=2"  # some steps of the small models exceed it
 FIRST = "transformer.h.0.ln_1.weight"  # one of the last gradients of a backward
-LATE = re.compile(r"\.(ln_1|input_layernorm)\.weight$")  # such weights of any block
 
 
 def gpt2(folder: Path, *, tied: bool = True) -> Path:
@@ -61,17 +62,6 @@ class Build:
             if held:
                 hold_up(ours)
             yield ours
-
-
-def skip_last_block(trained: Any, steps: set[int]) -> Callable[[int], None]:
-    """Return a `before` hook that removes the last block in these steps, so that its weights get no gradient."""
-    body = trained._module.model.transformer
-    whole = body.h
-
-    def before(step: int) -> None:
-        body.h = whole[:-1] if step in steps else whole
-
-    return before
 
 
 def plant(ours: Any, values: dict[int, float], *, weight: str = FIRST) -> Callable[[int], None]:
@@ -102,16 +92,9 @@ def hold_up(ours: Any) -> None:
             wanted = {number for number in early if pages[number].unit in units}
             until(lambda: bool(ahead.error) or wanted <= ahead.written.keys())
 
-    (norm,) = (name for name in ours.offloaded.parameters if name.startswith(f"{block.name}.") and LATE.search(name))
+    norms = (".ln_1.weight", ".input_layernorm.weight")
+    (norm,) = (n for n in ours.offloaded.parameters if n.startswith(f"{block.name}.") and n.endswith(norms))
     ours.offloaded.parameters[norm][0].register_hook(wait)
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait until `true` returns True; fail after five minutes."""
-    end = time.monotonic() + 300
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.0005)
 
 
 def record_kept(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
@@ -125,3 +108,29 @@ def record_kept(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     patch.setattr(SpeculativeStep, "kept", seen)
     return found
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Return a checksum of the tensors' bits, which compares sooner than lists of numbers."""
+    bits = (tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    return hashlib.sha256(b"".join(bits)).hexdigest()
+
+
+def moved_in_step(ours: Any, data: Sequence[Batch]) -> tuple[int, int]:
+    """Train a step; return the bytes read from drives and written, as the kernel counts them, which are the plan's."""
+
+    def settled() -> Any:
+        """Return the counts once nothing is on its way: no step waits for its prefetches."""
+        ours.synchronize()
+        for slot in ours.offloaded.stream._slots:
+            if slot.arrival is not None:
+                slot.arrival.wait()
+        return read_io()
+
+    before = settled()
+    train(ours, data, accumulate=len(data))
+    moved = settled() - before
+    planned = [one for one in ours.plan.traffic if one.place != "device"]
+    assert moved.read_bytes == sum(one.read for one in planned)
+    assert moved.written_bytes == sum(one.written for one in planned)
+    return moved.read_bytes, moved.written_bytes

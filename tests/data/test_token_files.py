@@ -284,11 +284,6 @@ def test_a_full_drive_is_left_clean(fails: str, tmp_path: Path, source: Path, mo
 from_file = partial(prepared, vocabulary=200_000)
 
 
-def draw(count: int, *, below: int, seed: int = 0) -> np.ndarray:
-    """Draw ids with the skewed frequencies of text."""
-    return (np.random.default_rng(seed).zipf(1.3, count) - 1) % below
-
-
 def raw(path: Path, ids: Any, dtype: str = "uint16") -> Path:
     """Write ids as others do, with the least that a sidecar may say."""
     np.asarray(ids).astype(dtype).tofile(path)
@@ -298,7 +293,7 @@ def raw(path: Path, ids: Any, dtype: str = "uint16") -> Path:
 
 def test_raw_ids_are_read_as_wide_as_their_sidecar_says(tmp_path: Path, encoded: list[bool]) -> None:
     """The message about a missing sidecar shows one that can be read."""
-    path, ids = tmp_path / "t.bin", draw(4001, below=50257)
+    path, ids = tmp_path / "t.bin", (np.random.default_rng(0).zipf(1.3, 4001) - 1) % 50257
     ids[:4000].astype("<u2").tofile(path)
     with pytest.raises(UserError, match="does not say how wide its ids are") as error:
         from_file(path)
@@ -319,7 +314,7 @@ def test_raw_ids_are_read_as_wide_as_their_sidecar_says(tmp_path: Path, encoded:
 
 def test_a_file_without_checksums_gets_them(tmp_path: Path) -> None:
     """A changed file has another identity in the next run, and is an error within a run."""
-    ids = draw(1_200_000, below=50257)
+    ids = np.arange(1_200_000) % 50257
     path = raw(tmp_path / "t.bin", ids)
     first, again = TokenFile.open(path), TokenFile.open(path)
     assert len(first.sums) == 3

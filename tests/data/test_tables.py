@@ -148,7 +148,10 @@ def test_what_is_refused_names_its_place(name: str, content: str, message: str, 
     assert not list((tmp_path / "cache").glob("*.bin*"))
 
 
-def test_a_record_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_beyond_the_limit_and_rows_without_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet.write_table(pyarrow.table({"body": ["a", None]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet, row 2: field 'body' holds null"):
+        prepared(tmp_path / "a.parquet", text_field="body")
     monkeypatch.setattr(documents, "LINE_BYTES", 50)
     monkeypatch.setattr(documents, "_BLOCK", 16)
     (tmp_path / "a.json").write_text(json.dumps([{"text": "a"}, {"text": "b" * 900}, {"text": "c"}]))
@@ -163,12 +166,6 @@ def test_a_record_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "a.csv").write_text("text\n" + '"' + "a\n" * 60)
     with pytest.raises(UserError, match=r"line \d+: cannot be read as CSV: field larger than field limit \(50\)"):
         prepared(tmp_path / "a.csv")
-
-
-def test_a_row_without_text_is_named(tmp_path: Path) -> None:
-    parquet.write_table(pyarrow.table({"body": ["a", None]}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"a\.parquet, row 2: field 'body' holds null"):
-        prepared(tmp_path / "a.parquet", text_field="body")
 
 
 def test_a_saved_data_set_has_the_splits_of_its_folders_and_missing_files_are_named(tmp_path: Path) -> None:

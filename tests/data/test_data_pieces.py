@@ -61,23 +61,6 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def tokenizer(request: pytest.FixtureRequest) -> Any:
-    return KINDS[request.param]()
-
-
-def test_ids_are_those_of_the_whole_text(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "PIECE", 1000)
-    monkeypatch.setattr(packing, "BATCH_CHARACTERS", 3000)
-    path = tmp_path / "a.txt"
-    path.write_text(CORPUS)
-    messages: list[str] = []
-    tokens = prepared(path, tokenizer=tokenizer, vocabulary=4000, say=messages.append)
-    whole = tokenizer(CORPUS, add_special_tokens=False)["input_ids"]
-    assert tokens.read(0, len(tokens)).tolist() == [*whole, tokenizer.eos_token_id]
-    assert not [line for line in messages if "cuts" in line]
-
-
 TEXTS = [
     "short",
     "one\ntwo\n\n\nthree four\n" * 20,
@@ -145,7 +128,7 @@ class Marked(NamedTuple):
     def of(cls, name: str) -> Marked:
         if name == "ByT5":
             return cls(ByT5Tokenizer(), [], [1], [1])
-        kind, before, behind, bos, eos = CONVENTIONS[name]
+        kind, before, behind, bos, eos = CONVENTIONS.get(name, (name, [], [], None, "</s>"))
         backend = Tokenizer.from_str(KINDS[kind]().backend_tokenizer.to_str())
         backend.add_special_tokens([token for token in (*before, *behind, bos, eos) if token])
         ids = {token: backend.token_to_id(token) for token in (*before, *behind)}
@@ -166,13 +149,17 @@ class Marked(NamedTuple):
         return begin + inner + end
 
 
-@pytest.mark.parametrize("name", [*CONVENTIONS, "ByT5"])
-def test_documents_have_the_tokenizers_marks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "PIECE", 700)
+@pytest.mark.parametrize("name", [*CONVENTIONS, "ByT5", "byte level, a space before the first word"])
+def test_documents_have_the_ids_of_the_whole_text_and_marks(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "PIECE", 1000)
+    monkeypatch.setattr(packing, "BATCH_CHARACTERS", 3000)
     marked = Marked.of(name)
     texts = ["one", "a second text\n", CORPUS[:2000]]
     begin, end = marked.tokenizer.decode(marked.before), marked.tokenizer.decode(marked.eos)
     texts += [*(begin + text for text in texts), *(text + end for text in texts), f"one{end}{begin}two", f"one{end}\n"]
+    texts.append(CORPUS)
     expected = [id_ for text in texts for id_ in marked.expected(text)]
     path = tmp_path / "a.jsonl"
     path.write_text(lines({"text": text} for text in ["", *texts, ""]))

@@ -260,25 +260,21 @@ TEXTS = [
 NUMBERS = [0, 1, 2, 3, 4, 7, 4096, 8192, 10**15, 0.0, 0.25, 0.5, 1.0, 1e-8, 1e-05, 1e16, 1e-300, 123456.789]
 
 
-def read_back(values: dict[str, Any], file: Path) -> None:
-    """Assert that a configuration with these values loads as an equal one after it was dumped."""
-    config = TrainConfig.model_validate_json(json.dumps(values))
-    file.write_text(dump_config(config), encoding="utf-8")
-    assert load_config([str(file)]) == config
+def test_texts_numbers_and_every_kind_of_value_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each configuration of the last loop gives every key another value that its type allows, whatever the others."""
 
+    def read_back(values: dict[str, Any]) -> None:
+        config = TrainConfig.model_validate_json(json.dumps(values))
+        (tmp_path / "a.yaml").write_text(dump_config(config), encoding="utf-8")
+        assert load_config([str(tmp_path / "a.yaml")]) == config
 
-def test_texts_and_numbers_read_back(tmp_path: Path) -> None:
     overrides = {
         f"{kind}{number}": value
         for kind, some in (("t", TEXTS), ("n", [*NUMBERS, True, False]))
         for number, value in enumerate(some)
     }
     overrides |= {text: 1 for text in TEXTS if text != "<<"}
-    read_back({"model": {"name": "123", "overrides": overrides}, "data": {"path": TEXTS}}, tmp_path / "a.yaml")
-
-
-def test_every_kind_of_value_of_every_key_reads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each configuration below gives every key another of the values that its type allows, without regard to others."""
+    read_back({"model": {"name": "123", "overrides": overrides}, "data": {"path": TEXTS}})
     monkeypatch.setattr(settings, "combination_mistakes", lambda _: [])
     tried = [True, False, *NUMBERS, "a", ["1e3"], [0.5, 0.25], {"n": 2}]
     allowed: dict[tuple[str, str], list[Any]] = {}
@@ -294,7 +290,7 @@ def test_every_kind_of_value_of_every_key_reads_back(tmp_path: Path, monkeypatch
         values: dict[str, Any] = {}
         for (section, name), some in allowed.items():
             values.setdefault(section, {})[name] = some[number % len(some)]
-        read_back(values, tmp_path / "a.yaml")
+        read_back(values)
 
 
 def test_answers_without_torch(tmp_path: Path) -> None:
@@ -504,7 +500,7 @@ def test_only_misspellings_are_suggested() -> None:
     assert not guessed
 
 
-def test_help_of_every_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_of_every_command_and_of_none(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "90")
     for command in (None, *COMMANDS):
         assert cli.main([*([command] if command else []), "--help"]) == 0
@@ -517,6 +513,12 @@ def test_help_of_every_command(capsys: pytest.CaptureFixture[str], monkeypatch: 
         for name in {*FLAGS, *(name for name in about.arguments if name.startswith("-"))}:
             expected = name in about.arguments or (name in FLAGS and about.configured)
             assert bool(re.search(rf"^  {name}\b", printed, re.MULTILINE)) == expected, name
+    monkeypatch.setitem(COMMANDS, "train", replace(COMMANDS["train"], run=lambda *_: None))
+    assert cli.main([]) == 2
+    without = capsys.readouterr()
+    assert without.out.startswith("usage: offload-train [COMMAND]")
+    assert "`offload-train train` trains" in without.err
+    assert cli.main(["train"]) == cli.main(["--nvme", "/ssd"]) == 0
 
 
 def test_sizes_that_users_write() -> None:
@@ -525,15 +527,6 @@ def test_sizes_that_users_write() -> None:
     for text in ("-3GB", "5XB", "0", "much", "1,5GB", "2.GB", "5-GB", "5Gbit"):
         with pytest.raises(UserError, match="500MB or 5GB"):
             parse("export", ["run", "out", f"--max-shard-size={text}"])
-
-
-def test_no_arguments_print_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(COMMANDS, "train", replace(COMMANDS["train"], run=lambda *_: None))
-    assert cli.main([]) == 2
-    printed = capsys.readouterr()
-    assert printed.out.startswith("usage: offload-train [COMMAND]")
-    assert "`offload-train train` trains" in printed.err
-    assert cli.main(["train"]) == cli.main(["--nvme", "/ssd"]) == 0
 
 
 def test_a_plan_without_a_gpu_mentions_none() -> None:

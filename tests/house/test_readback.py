@@ -12,7 +12,6 @@ from synthetic_checkpoints import save
 
 from offload_trainer.common.errors import UserError
 from offload_trainer.common.safe_files import file_bytes, parsed, read_back, shown
-from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.machine import rate_cache
 from offload_trainer.model.pretrained import checkpoint_files
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, Rate, Rates, read_machine
@@ -36,15 +35,12 @@ WRONG = {
 }
 
 
-def test_json_of_another_type_is_refused_in_one_line() -> None:
+def test_json_of_another_type_and_names_outside_are_refused_in_one_line() -> None:
     for text, wrong in WRONG.items():
         with pytest.raises(ValueError, match=wrong) as refused:
             parsed(text, TrainState)
         assert str(refused.value).isprintable()
         assert len(str(refused.value)) < 400
-
-
-def test_names_in_files_stay_below_and_can_be_printed() -> None:
     for name in ("", "/", "..", "../a", "a/../../b", "/etc/passwd", "a\0", "a\nb", "a" * 300, "\x1b[2J"):
         files = {name: {"bytes": 1, "crc32": 1}}
         told = {"format": 2, "step": 1, "identity": {}, "layout": {}, "files": files}
@@ -193,19 +189,8 @@ def test_a_described_machine_is_validated(change: dict[str, Any], wrong: str, tm
         read_machine(str(tmp_path))
 
 
-# -- files next to tokens and weights --------------------------------------------------------------------------------
-
-
-def test_an_index_or_a_sidecar_of_other_types_is_refused(tmp_path: Path) -> None:
+def test_an_index_of_other_types_is_refused(tmp_path: Path) -> None:
     for index in ("{}", '{"weight_map": {"a": "../b"}}'):
         (tmp_path / "model.safetensors.index.json").write_text(index)
         with pytest.raises(UserError, match=r"index\.json cannot be read: .*It is no index of shards"):
             checkpoint_files(tmp_path)
-    (tmp_path / "t.bin").write_bytes(bytes(4))
-    for sidecar, wrong in {
-        '{"dtype": "uint16", "tokens": 2, "crc32": 5}': "crc32 should be",
-        "[]": "it should be",
-    }.items():
-        (tmp_path / "t.bin.json").write_text(sidecar)
-        with pytest.raises(UserError, match=rf"t\.bin\.json cannot be read: {wrong}.*make them again"):
-            TokenFile.open(tmp_path / "t.bin")

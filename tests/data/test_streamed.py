@@ -161,6 +161,14 @@ def test_any_place_is_reached_from_the_nearest_seek_point(
         assert rows(again, start, start + 1, start + 2) == before[start : start + 3]
         assert len(parsed) < most
         assert rows(again, 0) == before[:1]  # backwards, too
+    if packed:
+        expected, batch = (
+            RowReader(made, seq_len=LENGTH, rows=range(9), vocabulary=300).rows_at(range(9))
+            for made in (prepared(path, **section), first)
+        )
+        assert batch.padding == expected.padding
+        for name in ("inputs", "targets", "positions"):
+            assert torch.equal(getattr(batch, name), getattr(expected, name))
 
 
 @pytest.mark.usefixtures("small")
@@ -186,18 +194,6 @@ def test_without_its_list_of_points_it_begins_at_the_beginning(data: Path, tmp_p
     again.remember(points, writes=True)
     assert rows(again, *range(200)) == before
     assert places() == saved
-
-
-@pytest.mark.usefixtures("small")
-def test_batches_are_the_prepared_ones(tmp_path: Path) -> None:
-    path = written(tmp_path / "data.jsonl", "chat")
-    expected, batch = (
-        RowReader(made(path, packing="on"), seq_len=LENGTH, rows=range(9), vocabulary=300).rows_at(range(9))
-        for made in (prepared, tokens)
-    )
-    assert batch.padding == expected.padding
-    for name in ("inputs", "targets", "positions"):
-        assert torch.equal(getattr(batch, name), getattr(expected, name))
 
 
 def test_each_setting_makes_another_stream(tmp_path: Path) -> None:

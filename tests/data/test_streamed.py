@@ -232,7 +232,6 @@ def test_a_template_prints_the_date_of_the_run(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_rows_are_shuffled_inside_blocks(data: Path, tmp_path: Path, parsed: list[int]) -> None:
-    """A block has its rows once each, in an order of its own, and reading can begin at any of them."""
     expected = ids_of(data)
     block, count = 30, len(expected) // LENGTH + 90
     twice = np.tile(expected, 2)[: len(expected) * 2 // LENGTH * LENGTH].reshape(-1, LENGTH).tolist()

@@ -159,7 +159,6 @@ def test_text_is_read_once(tmp_path: Path, source: Path, encoded: list[bool], mo
 
 
 def test_the_sidecar_comes_last_and_a_stale_one_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token file and its sidecar are absent or whole at every rename."""
     path = tmp_path / "t.bin"
     there = lambda _, new: (new, sidecar_path(path).exists())  # noqa: E731
     seen = calls_of(monkeypatch.setattr, tokenfile.os, "replace", there)
@@ -322,9 +321,6 @@ def test_a_file_without_checksums_gets_them(tmp_path: Path) -> None:
         first.read(1_000_000, 1)
 
 
-# -- several ---------------------------------------------------------------------------------------------------------
-
-
 def test_several_files_are_read_as_one(tmp_path: Path) -> None:
     """Files of different widths and odd sizes, one with a single id; rows cross their borders."""
     kinds, cuts = ("uint16", "uint16", "uint32"), [(0, 333), (333, 334), (334, 1000)]
@@ -348,9 +344,6 @@ def test_several_files_are_read_as_one(tmp_path: Path) -> None:
     write_tokens(tmp_path / "c.bin", [range(30)], vocabulary=2048, end_of_text=5)
     with pytest.raises(UserError, match=r"c\.bin ends documents with id 5, and the tokenizer with 0: leave"):
         from_file(tmp_path / "c.bin", packing="on")
-
-
-# -- a separate validation file --------------------------------------------------------------------------------------
 
 
 def test_validation_from_a_file_of_its_own_takes_nothing_from_the_training(tmp_path: Path) -> None:
@@ -384,7 +377,6 @@ def test_validation_from_a_file_of_its_own_takes_nothing_from_the_training(tmp_p
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
-
 
 SEQ_LEN = 5
 ROWS = 13  # none of the micro-batch sizes below divides it
@@ -506,7 +498,6 @@ def test_validation_is_in_file_order_and_keeps_the_rest(tokens: TokenFile) -> No
 
 
 def test_a_validation_loss_is_the_mean_over_all_counted_targets() -> None:
-    """Batches of 5, 1 and 3 counted targets have the losses 5, 1 and 3."""
     targets = [torch.tensor([[7] * count + [-100] * (6 - count)]) for count in (5, 1, 3)]
     made = [Batch(torch.zeros(1, 6, dtype=torch.int64), one) for one in targets]
     records: list[EvalRecord] = []
@@ -524,12 +515,8 @@ def test_a_validation_loss_is_the_mean_over_all_counted_targets() -> None:
     assert (huge.validation_loss, huge.perplexity) == (1000.0, math.inf)
 
 
-# -- files that change under a run -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("place", [0, (1 << 20) + 17, (5 << 19) - 1])
 def test_a_changed_byte_is_found_when_its_block_is_read_and_so_is_the_end(place: int, tmp_path: Path) -> None:
-    """A file of 2.5 MiB of uint16 has three blocks."""
     parts = [np.arange(part, part + (1 << 18)) % 1000 for part in range(5)]
     whole, long = np.concatenate(parts), written(tmp_path / "long.bin", *parts)
     assert len(long.sums) == 3

@@ -61,21 +61,18 @@ KINDS = {
 }
 
 
-TEXTS = [
-    "short",
-    "one\ntwo\n\n\nthree four\n" * 20,
-    "no line end at all but spaces " * 20,
-    "é" * 100 + "€" * 100 + "\U0001f600" * 100,
-    "\n" * 100,
-    "crlf\r\nlines\r\n" * 20,
-]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_pieces_are_bounded_and_join_to_the_text(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_bounded_and_join_to_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "PIECE", 37)
     cutter = DocumentEncoder(load_tokenizer("builtin"), text_field="text")
-    for size in (1, 10, 37, 50, 1000):
+    texts = [
+        "short",
+        "one\ntwo\n\n\nthree four\n" * 20,
+        "no line end at all but spaces " * 20,
+        "é" * 100 + "€" * 100 + "\U0001f600" * 100,
+        "\n" * 100,
+        "crlf\r\nlines\r\n" * 20,
+    ]
+    for text, size in product(texts, (1, 10, 37, 50, 1000)):
         found = list(cutter.pieces(text[i : i + size] for i in range(0, len(text), size)))
         assert "".join(piece.text for piece in found) == text
         assert all(0 < len(piece.text) <= 37 for piece in found)

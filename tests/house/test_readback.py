@@ -19,24 +19,22 @@ from offload_trainer.run.checkpoint import RunRecord, TrainState, check_resume, 
 from offload_trainer.storage.manifest import Manifest
 from offload_trainer.storage.retention import find_checkpoint
 
-WRONG = {
-    "": "not JSON",
-    "[": "not JSON",
-    "null": "should be",
-    "{}": "step is missing",
-    '{"step": 1, "tokens": 0, "data_position": "0"}': "data_position should be a valid integer, and is '0'",
-    '{"step": true}': "step should be a valid integer, and is True",
-    '{"step": -1}': "step should be greater than or equal to 0, and is -1",
-    '{"step": 1e999}': "step should be a valid integer",
-    '{"step": NaN}': "step should be a valid integer",
-    '{"step": ' + "9" * 5000 + "}": "not JSON: number out of range",
-    "[" * 100_000: "not JSON: recursion limit exceeded",
-    '{"step": "\\u001b[31m\\u0000"}': r"and is '\\x1b\[31m\\x00'",
-}
-
 
 def test_json_of_another_type_and_names_outside_are_refused_in_one_line() -> None:
-    for text, wrong in WRONG.items():
+    for text, wrong in {
+        "": "not JSON",
+        "[": "not JSON",
+        "null": "should be",
+        "{}": "step is missing",
+        '{"step": 1, "tokens": 0, "data_position": "0"}': "data_position should be a valid integer, and is '0'",
+        '{"step": true}': "step should be a valid integer, and is True",
+        '{"step": -1}': "step should be greater than or equal to 0, and is -1",
+        '{"step": 1e999}': "step should be a valid integer",
+        '{"step": NaN}': "step should be a valid integer",
+        '{"step": ' + "9" * 5000 + "}": "not JSON: number out of range",
+        "[" * 100_000: "not JSON: recursion limit exceeded",
+        '{"step": "\\u001b[31m\\u0000"}': r"and is '\\x1b\[31m\\x00'",
+    }.items():
         with pytest.raises(ValueError, match=wrong) as refused:
             parsed(text, TrainState)
         assert str(refused.value).isprintable()

@@ -144,7 +144,7 @@ def filled(directory: Path, files: Iterable[str], *, readme: str = "") -> Path:
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = [{"id": number, "text": f"{name} {number}"} for number in range(3)]
-        kind = Path(name.removesuffix(".gz")).suffix
+        kind = path.suffix
         if name == "dataset_infos.json":
             path.write_text("{}")
         elif kind == ".parquet":
@@ -153,8 +153,7 @@ def filled(directory: Path, files: Iterable[str], *, readme: str = "") -> Path:
             cells = [("id", "text"), *((str(row["id"]), row["text"]) for row in rows)]
             path.write_text("".join(("," if kind == ".csv" else "\t").join(row) + "\n" for row in cells))
         elif kind in (".json", ".jsonl", ".ndjson"):
-            content = json.dumps(rows, indent=1) if kind == ".json" else lines(rows)
-            path.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
+            path.write_text(json.dumps(rows, indent=1) if kind == ".json" else lines(rows))
         else:
             path.write_text(f"{name} 0")
     if readme:

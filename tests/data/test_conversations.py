@@ -565,9 +565,6 @@ def test_a_file_of_rows_is_for_the_settings_that_it_was_made_with(tmp_path: Path
         prepared(apart.path, seq_len=40)
 
 
-# -- what cannot be ----------------------------------------------------------------------------------------------------
-
-
 def test_forms_are_known_by_the_keys_of_the_first_line(tmp_path: Path) -> None:
     lines = {"text": {"text": "x", "messages": TALK}, "chat": {"messages": TALK}}
     lines["alpaca"] = {"instruction": "a", "output": "b"}

@@ -87,11 +87,9 @@ def test_files_of_a_directory_that_are_not_read_are_reported(tmp_path: Path) -> 
     assert "2 of 5 files are read (a.txt, b.txt), and not a.pdf, b.zip, c.py; name one" in left
     directory, messages[:] = filled(tmp_path / "set", SHARDS, readme=PUSHED), []
     find_sources([f"stream:{directory}"], say=messages.append)
-    assert messages == [
-        f"data: {directory}: 2 of 5 files are read, the train split (data/train-00000-of-00002.parquet, "
-        "data/train-00001-of-00002.parquet), and not README.md, data/test-00000-of-00001.parquet, "
-        "data/validation-00000-of-00001.parquet; name one of those to read it too, with --data or --validation-data"
-    ]
+    (left,) = messages
+    assert f"data: {directory}: 2 of 5 files are read, the train split (data/train-00000-of-00002.parquet, " in left
+    assert ", and not README.md, data/test-00000-of-00001.parquet, data/validation-00000-of-00001.parquet; name" in left
 
 
 # -- directories of data sets, as a download from the hub leaves them --------------------------------------------------

@@ -123,9 +123,6 @@ def test_the_second_call(tmp_path: Path, drive: Path) -> None:
     assert losses["FSDP2, CPU offload"] == pytest.approx(ours, abs=1e-3)
 
 
-# -- the cases ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_command_line_accepts_every_case(tmp_path: Path) -> None:
     for words in (case.words for group in speed.GROUPS.values() for case in group.cases):
         named = [word for one in words for word in (["--nvme", str(tmp_path)] if one == "{drive}" else [one])]

@@ -32,19 +32,7 @@ from offload_trainer.plan.tiers import Placement
 from offload_trainer.run.directory import Log
 from offload_trainer.run.process_setup import prepare_process
 from offload_trainer.run.train import train_run
-from offload_trainer.settings import FLAGS, all_keys, dump_config, literals_of, load_config
-from offload_trainer.settings.synonyms import (
-    _BY_COMMAND,
-    _BY_VALUE,
-    _BY_WORD,
-    _COMMANDS,
-    _FAMILIES,
-    _NEAR,
-    _TERMS,
-    _terms,
-    nearest,
-    plain,
-)
+from offload_trainer.settings import FLAGS, all_keys, dump_config, literals_of, load_config, synonyms
 from offload_trainer.storage.owned_dirs import cache_directory
 
 
@@ -392,11 +380,11 @@ def _unknown_words(text: str) -> list[str]:
 
 
 def test_each_target_exists_and_no_word_has_two_meanings() -> None:
-    for table in (_TERMS, _COMMANDS):
-        every = [word for word, _ in _terms(table)]
+    for table in (synonyms._TERMS, synonyms._COMMANDS):
+        every = [word for word, _ in synonyms._terms(table)]
         assert sorted(every) == sorted(set(every))
-    assert not _BY_WORD.keys() & ({plain(name) for name in FLAGS} - {"optimizer"})
-    for term in {*_BY_WORD.values(), *_FAMILIES.values()}:
+    assert not synonyms._BY_WORD.keys() & ({synonyms.plain(name) for name in FLAGS} - {"optimizer"})
+    for term in {*synonyms._BY_WORD.values(), *synonyms._FAMILIES.values()}:
         key, fixed, _ = term.here.partition("=")
         assert not key or key in all_keys() or key.startswith("model.overrides.")
         if fixed:
@@ -405,7 +393,7 @@ def test_each_target_exists_and_no_word_has_two_meanings() -> None:
         assert not _unknown_words(term.note)
         assert all(Path(page).exists() for page in re.findall(r"docs/[a-z_/]+\.md", term.note))
         assert COMMANDS.keys() >= set(re.findall(r"`offload-train ([a-z]+)", term.note))
-    for key, values in _BY_VALUE.items():
+    for key, values in synonyms._BY_VALUE.items():
         for value, here in values.items():
             load_config([here if "=" in here else f"{key}={here}", "--nvme", "/x"])
             assert here in told(f"{key}={value}", "--nvme", "/x")
@@ -433,8 +421,8 @@ def test_commands_of_other_trainers_lead_to_commands() -> None:
     }.items():
         with pytest.raises(UserError, match=f"neither a command.*{re.escape(here)}"):
             take_command([word])
-    assert not _BY_COMMAND.keys() & COMMANDS.keys()
-    for term in _BY_COMMAND.values():
+    assert not synonyms._BY_COMMAND.keys() & COMMANDS.keys()
+    for term in synonyms._BY_COMMAND.values():
         assert term.here in COMMANDS or (not term.here and term.note)
         assert not _unknown_words(term.note)
 
@@ -450,9 +438,8 @@ def test_misspellings() -> None:
     }.items():
         assert meant in told(*typed.split())
     assert all("did you mean" not in told(word, "3") for word in ("--xyzzy", "--lo"))
-    assert nearest("lora", ["lr"]) is None or _NEAR > 0.67
     for word in ("deepspeed_stage", "training_rate", "evaluation_rows", "warm_start"):
-        assert nearest(word, [*FLAGS, *(key.rpartition(".")[2] for key in all_keys())]) is None
+        assert synonyms.nearest(word, [*FLAGS, *(key.rpartition(".")[2] for key in all_keys())]) is None
 
 
 def test_a_file_of_another_trainer_is_read_to_its_end(tmp_path: Path) -> None:

@@ -120,13 +120,6 @@ MACHINE = MachineProfile(
 )
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the file with the rates of machines, in a cache that only this test uses."""
-    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
-    return rate_cache.cache_file()
-
-
 def noted(words: str) -> None:
     """Assert that the machine's rates are not used, for the reason that the only note gives in one line."""
     found = rate_cache.with_cached_rates(MACHINE)
@@ -136,7 +129,12 @@ def noted(words: str) -> None:
     assert note.isprintable()
 
 
-def test_unreadable_rates_are_reported_once_and_timed_again_and_other_entries_stay(cache: Path) -> None:
+def test_unreadable_rates_are_timed_again_and_those_that_others_may_have_written_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unreadable ones are reported once, and other entries stay."""
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
+    cache = rate_cache.cache_file()
     other = {"warp": 9, "more": [1]}  # of another version
     held = {rate_cache.rates_key(MACHINE): {"warp": {"value": 1}}, "rates other": other, "drives": {}}
     cache.write_text(json.dumps(held))
@@ -146,11 +144,6 @@ def test_unreadable_rates_are_reported_once_and_timed_again_and_other_entries_st
     assert again.notes == ()
     assert again.rates.memory == MACHINE.rates.memory
     assert json.loads(cache.read_text())["rates other"] == other
-
-
-def test_rates_that_others_may_have_written_are_not_used(cache: Path, tmp_path: Path) -> None:
-    rate_cache.keep_rates(MACHINE)
-    assert rate_cache.with_cached_rates(MACHINE).rates.memory == MACHINE.rates.memory
     cache.chmod(0o666)
     noted("others may change it (mode 666; chmod go-w), and it is not trusted")
     with pytest.raises(UserError, match="others may change it"):

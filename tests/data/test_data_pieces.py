@@ -235,7 +235,6 @@ def small_tokenizer(words: dict[str, int]) -> PreTrainedTokenizerFast:
 def test_the_builtin_tokenizer_encodes_any_text(
     seed: int, recwarn: pytest.WarningsRecorder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loading it needs no network and warns of nothing."""
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("reached for the network"))
     draw = random.Random(seed)
     tokenizer = load_tokenizer("builtin")

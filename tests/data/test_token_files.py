@@ -58,10 +58,6 @@ def source(tmp_path: Path) -> Path:
 prepared = partial(sample_chats.prepared, tokenizer=TOKENIZER, vocabulary=2048, seq_len=16)
 
 
-def leftovers(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
-
-
 def test_other_users_files(source: Path, encoded: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files in a shared cache, also those of checksums, are not used if another user owns them or may change them."""
     monkeypatch.setattr(preparing, "_SETTLED_NS", 0)  # else the hash of a text that was just written is not kept
@@ -117,7 +113,7 @@ def test_documents_become_their_tokens_with_end_of_text_behind_each(tmp_path: Pa
         "crc32": [zlib.crc32(tokens.path.read_bytes())],
     }
     assert tokens.path.name.startswith("my-text-")
-    assert len(leftovers(tmp_path / "cache")) == 2
+    assert len(os.listdir(tmp_path / "cache")) == 2
 
 
 def test_text_is_read_once(tmp_path: Path, source: Path, encoded: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +176,7 @@ def test_a_second_writer_of_the_same_text_keeps_the_pair(tmp_path: Path) -> None
     write_tokens(path, slow(), tokenizer="f", vocabulary=9)
     mapped = held[0]
     assert mapped.read(0, len(mapped)).tolist() == TokenFile.open(path).read(0, 2).tolist() == [1, 2]
-    assert leftovers(tmp_path) == ["t.bin", "t.bin.json"]
+    assert sorted(os.listdir(tmp_path)) == ["t.bin", "t.bin.json"]
 
 
 def test_what_a_killed_tokenisation_left_is_removed_and_nothing_else(tmp_path: Path, source: Path) -> None:
@@ -193,9 +189,9 @@ def test_what_a_killed_tokenisation_left_is_removed_and_nothing_else(tmp_path: P
         dead.leave()
         (cache / ".offload-trainer-tokens-mine").mkdir()
         (cache / ".offload-trainer-tokens-mine/precious").touch()
-        before = set(leftovers(cache)) - {dead.path.name}
+        before = set(os.listdir(cache)) - {dead.path.name}
         prepared(source, cache=cache)
-        assert before <= set(leftovers(cache))
+        assert before <= set(os.listdir(cache))
         assert not dead.path.exists()
 
     write_tokens(cache / "alive.bin", alive(), vocabulary=9)
@@ -254,7 +250,7 @@ def test_a_text_that_grows_meanwhile_is_refused(tmp_path: Path, source: Path, mo
     run_before(monkeypatch.setattr, documents, "text_blocks", lambda path, _: path.write_text(TEXT + "more"))
     with pytest.raises(TrainerError, match="changed while"):
         prepared(source, cache=tmp_path / "cache")
-    assert not [name for name in leftovers(tmp_path / "cache") if ".bin" in name]
+    assert not [name for name in os.listdir(tmp_path / "cache") if ".bin" in name]
 
 
 @pytest.mark.parametrize("fails", ["open", "_commit"])
@@ -271,7 +267,7 @@ def test_a_full_drive_is_left_clean(fails: str, tmp_path: Path, source: Path, mo
     with pytest.raises(TrainerError, match=told) as caught:
         prepared(source, cache=cache)
     assert caught.value.exit_code == 1
-    assert not [name for name in leftovers(cache) if ".bin" in name or "tokens" in name]
+    assert not [name for name in os.listdir(cache) if ".bin" in name or "tokens" in name]
 
 
 # -- token files of others ---------------------------------------------------------------------------------------------
@@ -308,7 +304,6 @@ def test_raw_ids_are_read_as_wide_as_their_sidecar_says(tmp_path: Path, encoded:
 
 
 def test_a_file_without_checksums_gets_them(tmp_path: Path) -> None:
-    """A changed file has another identity in the next run, and is an error within a run."""
     ids = np.arange(1_200_000) % 50257
     path = raw(tmp_path / "t.bin", ids)
     first, again = TokenFile.open(path), TokenFile.open(path)

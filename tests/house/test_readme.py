@@ -1,8 +1,7 @@
 """Tests of the README and docs/: commands parse, plans run, named files exist, tables and quoted messages are right.
 
-Other tests run the README's quickstart (tests/tools/test_newcomer.py), and the Python of docs/library.md,
-docs/integrations.md and the README (tests/library). The commands here that need a model, a run or minutes of a drive
-are only parsed.
+Commands that need a model, a run or minutes of a drive are only parsed here. tests/tools/test_newcomer.py runs the
+quickstart and the tutorial, tests/library the pages' Python.
 """
 
 import ast
@@ -37,7 +36,7 @@ def verb(command: str) -> str:
 
 
 def is_run(command: str) -> bool:
-    # tests/plan/test_recipes.py plans the recipes, and tests/tools/test_newcomer.py runs the tutorial's commands.
+    # tests/plan/test_recipes.py plans the recipes.
     runs = verb(command) in ("plan", "ls", "cp", "--help", "runs")
     return runs and not any(name in command for name in ("configs/", "demo-run/", "Qwen/"))
 

@@ -1,7 +1,4 @@
-"""Tests of data sources: the files that a path or a data set of the hub means, and those that are refused by name.
-
-Lines, compressed text, CSV, JSON arrays, Parquet, Arrow and saved data sets all give what lines give.
-"""
+"""Tests of data sources: the files that a path or a data set of the hub means, their forms, and what is refused."""
 
 import bz2
 import csv

@@ -429,7 +429,6 @@ def test_commands_of_other_trainers_lead_to_commands() -> None:
 
 def test_misspellings() -> None:
     for typed, meant in {
-        "--lrr 1": "--lr",
         "--lerning-rate 3": "--lr 3",
         "--weight-decy 3": "optim.weight_decay",
         "plcement.nvme=/x": "placement.nvme",

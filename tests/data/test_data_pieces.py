@@ -61,38 +61,18 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def tokenizer(request: pytest.FixtureRequest) -> Any:
-    return KINDS[request.param]()
-
-
-def test_ids_are_those_of_the_whole_text(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "PIECE", 1000)
-    monkeypatch.setattr(packing, "BATCH_CHARACTERS", 3000)
-    path = tmp_path / "a.txt"
-    path.write_text(CORPUS)
-    messages: list[str] = []
-    tokens = prepared(path, tokenizer=tokenizer, vocabulary=4000, say=messages.append)
-    whole = tokenizer(CORPUS, add_special_tokens=False)["input_ids"]
-    assert tokens.read(0, len(tokens)).tolist() == [*whole, tokenizer.eos_token_id]
-    assert not [line for line in messages if "cuts" in line]
-
-
-TEXTS = [
-    "short",
-    "one\ntwo\n\n\nthree four\n" * 20,
-    "no line end at all but spaces " * 20,
-    "é" * 100 + "€" * 100 + "\U0001f600" * 100,
-    "\n" * 100,
-    "crlf\r\nlines\r\n" * 20,
-]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_pieces_are_bounded_and_join_to_the_text(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_bounded_and_join_to_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "PIECE", 37)
     cutter = DocumentEncoder(load_tokenizer("builtin"), text_field="text")
-    for size in (1, 10, 37, 50, 1000):
+    texts = [
+        "short",
+        "one\ntwo\n\n\nthree four\n" * 20,
+        "no line end at all but spaces " * 20,
+        "é" * 100 + "€" * 100 + "\U0001f600" * 100,
+        "\n" * 100,
+        "crlf\r\nlines\r\n" * 20,
+    ]
+    for text, size in product(texts, (1, 10, 37, 50, 1000)):
         found = list(cutter.pieces(text[i : i + size] for i in range(0, len(text), size)))
         assert "".join(piece.text for piece in found) == text
         assert all(0 < len(piece.text) <= 37 for piece in found)
@@ -145,7 +125,7 @@ class Marked(NamedTuple):
     def of(cls, name: str) -> Marked:
         if name == "ByT5":
             return cls(ByT5Tokenizer(), [], [1], [1])
-        kind, before, behind, bos, eos = CONVENTIONS[name]
+        kind, before, behind, bos, eos = CONVENTIONS.get(name, (name, [], [], None, "</s>"))
         backend = Tokenizer.from_str(KINDS[kind]().backend_tokenizer.to_str())
         backend.add_special_tokens([token for token in (*before, *behind, bos, eos) if token])
         ids = {token: backend.token_to_id(token) for token in (*before, *behind)}
@@ -166,13 +146,17 @@ class Marked(NamedTuple):
         return begin + inner + end
 
 
-@pytest.mark.parametrize("name", [*CONVENTIONS, "ByT5"])
-def test_documents_have_the_tokenizers_marks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "PIECE", 700)
+@pytest.mark.parametrize("name", [*CONVENTIONS, "ByT5", "byte level, a space before the first word"])
+def test_documents_have_the_ids_of_the_whole_text_and_marks(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "PIECE", 1000)
+    monkeypatch.setattr(packing, "BATCH_CHARACTERS", 3000)
     marked = Marked.of(name)
     texts = ["one", "a second text\n", CORPUS[:2000]]
     begin, end = marked.tokenizer.decode(marked.before), marked.tokenizer.decode(marked.eos)
     texts += [*(begin + text for text in texts), *(text + end for text in texts), f"one{end}{begin}two", f"one{end}\n"]
+    texts.append(CORPUS)
     expected = [id_ for text in texts for id_ in marked.expected(text)]
     path = tmp_path / "a.jsonl"
     path.write_text(lines({"text": text} for text in ["", *texts, ""]))
@@ -251,7 +235,6 @@ def small_tokenizer(words: dict[str, int]) -> PreTrainedTokenizerFast:
 def test_the_builtin_tokenizer_encodes_any_text(
     seed: int, recwarn: pytest.WarningsRecorder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loading it needs no network and warns of nothing."""
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("reached for the network"))
     draw = random.Random(seed)
     tokenizer = load_tokenizer("builtin")

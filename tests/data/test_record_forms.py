@@ -219,7 +219,6 @@ LOOKS = message(A, "Let me see.", tool_calls=[CALL])
     ],
 )
 def test_what_a_template_drops_is_named(record: dict[str, Any], template: str, field: str, tmp_path: Path) -> None:
-    """TRL trains on such conversations without a word."""
     _, tokens = prepared(tmp_path, record, template=template)
     assert f"'{field}' in 1 (first: " in tokens.summary
 

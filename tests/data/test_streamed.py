@@ -161,6 +161,14 @@ def test_any_place_is_reached_from_the_nearest_seek_point(
         assert rows(again, start, start + 1, start + 2) == before[start : start + 3]
         assert len(parsed) < most
         assert rows(again, 0) == before[:1]  # backwards, too
+    if packed:
+        expected, batch = (
+            RowReader(made, seq_len=LENGTH, rows=range(9), vocabulary=300).rows_at(range(9))
+            for made in (prepared(path, **section), first)
+        )
+        assert batch.padding == expected.padding
+        for name in ("inputs", "targets", "positions"):
+            assert torch.equal(getattr(batch, name), getattr(expected, name))
 
 
 @pytest.mark.usefixtures("small")
@@ -186,18 +194,6 @@ def test_without_its_list_of_points_it_begins_at_the_beginning(data: Path, tmp_p
     again.remember(points, writes=True)
     assert rows(again, *range(200)) == before
     assert places() == saved
-
-
-@pytest.mark.usefixtures("small")
-def test_batches_are_the_prepared_ones(tmp_path: Path) -> None:
-    path = written(tmp_path / "data.jsonl", "chat")
-    expected, batch = (
-        RowReader(made(path, packing="on"), seq_len=LENGTH, rows=range(9), vocabulary=300).rows_at(range(9))
-        for made in (prepared, tokens)
-    )
-    assert batch.padding == expected.padding
-    for name in ("inputs", "targets", "positions"):
-        assert torch.equal(getattr(batch, name), getattr(expected, name))
 
 
 def test_each_setting_makes_another_stream(tmp_path: Path) -> None:
@@ -235,21 +231,18 @@ def test_a_template_prints_the_date_of_the_run(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small")
-def test_rows_are_shuffled_inside_blocks(data: Path, tmp_path: Path, parsed: list[int]) -> None:
-    """A block has its rows once each, in an order of its own, and reading can begin at any of them."""
+def test_rows_are_shuffled_inside_blocks(data: Path, parsed: list[int]) -> None:
     expected = ids_of(data)
     block, count = 30, len(expected) // LENGTH + 90
     twice = np.tile(expected, 2)[: len(expected) * 2 // LENGTH * LENGTH].reshape(-1, LENGTH).tolist()
 
-    def read(begin: int, *, seed: int = 0, points: bool = False) -> list[list[int]]:
+    def read(begin: int, *, seed: int = 0) -> list[list[int]]:
         found = tokens(data, shuffle=block)
-        if points:
-            found.remember(tmp_path / "points.jsonl", writes=not begin)
         reader = RowReader(found, seq_len=LENGTH, rows=range(10**6), vocabulary=300, seed=seed, shuffle=True)
         batches = reader.train_batches(begin, micro_batch=5)
         return [row for batch in islice(batches, (count - begin) // 5) for row in batch.inputs.tolist()]
 
-    shuffled = read(0, points=True)
+    shuffled = read(0)
     assert len(parsed) < 1.6 * len(DOCUMENTS)  # A third of them are read again after the last.
     assert len(shuffled) > 300
     orders = []
@@ -260,8 +253,7 @@ def test_rows_are_shuffled_inside_blocks(data: Path, tmp_path: Path, parsed: lis
     assert len(set(map(tuple, orders))) == len(orders)
     assert read(0, seed=1)[:block] != shuffled[:block]
     for begin in (5, 35, 155, len(shuffled) - 60):
-        for points in (False, True):
-            assert read(begin, points=points) == shuffled[begin : begin + (count - begin) // 5 * 5]
+        assert read(begin) == shuffled[begin : begin + (count - begin) // 5 * 5]
 
 
 @pytest.mark.usefixtures("small")

@@ -12,7 +12,6 @@ from synthetic_checkpoints import save
 
 from offload_trainer.common.errors import UserError
 from offload_trainer.common.safe_files import file_bytes, parsed, read_back, shown
-from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.machine import rate_cache
 from offload_trainer.model.pretrained import checkpoint_files
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, Rate, Rates, read_machine
@@ -20,31 +19,26 @@ from offload_trainer.run.checkpoint import RunRecord, TrainState, check_resume, 
 from offload_trainer.storage.manifest import Manifest
 from offload_trainer.storage.retention import find_checkpoint
 
-WRONG = {
-    "": "not JSON",
-    "[": "not JSON",
-    "null": "should be",
-    "{}": "step is missing",
-    '{"step": 1, "tokens": 0, "data_position": "0"}': "data_position should be a valid integer, and is '0'",
-    '{"step": true}': "step should be a valid integer, and is True",
-    '{"step": -1}': "step should be greater than or equal to 0, and is -1",
-    '{"step": 1e999}': "step should be a valid integer",
-    '{"step": NaN}': "step should be a valid integer",
-    '{"step": ' + "9" * 5000 + "}": "not JSON: number out of range",
-    "[" * 100_000: "not JSON: recursion limit exceeded",
-    '{"step": "\\u001b[31m\\u0000"}': r"and is '\\x1b\[31m\\x00'",
-}
 
-
-def test_json_of_another_type_is_refused_in_one_line() -> None:
-    for text, wrong in WRONG.items():
+def test_json_of_another_type_and_names_outside_are_refused_in_one_line() -> None:
+    for text, wrong in {
+        "": "not JSON",
+        "[": "not JSON",
+        "null": "should be",
+        "{}": "step is missing",
+        '{"step": 1, "tokens": 0, "data_position": "0"}': "data_position should be a valid integer, and is '0'",
+        '{"step": true}': "step should be a valid integer, and is True",
+        '{"step": -1}': "step should be greater than or equal to 0, and is -1",
+        '{"step": 1e999}': "step should be a valid integer",
+        '{"step": NaN}': "step should be a valid integer",
+        '{"step": ' + "9" * 5000 + "}": "not JSON: number out of range",
+        "[" * 100_000: "not JSON: recursion limit exceeded",
+        '{"step": "\\u001b[31m\\u0000"}': r"and is '\\x1b\[31m\\x00'",
+    }.items():
         with pytest.raises(ValueError, match=wrong) as refused:
             parsed(text, TrainState)
         assert str(refused.value).isprintable()
         assert len(str(refused.value)) < 400
-
-
-def test_names_in_files_stay_below_and_can_be_printed() -> None:
     for name in ("", "/", "..", "../a", "a/../../b", "/etc/passwd", "a\0", "a\nb", "a" * 300, "\x1b[2J"):
         files = {name: {"bytes": 1, "crc32": 1}}
         told = {"format": 2, "step": 1, "identity": {}, "layout": {}, "files": files}
@@ -98,9 +92,12 @@ def _edit(checkpoint: Path, change: Callable[[dict[str, Any]], Any], *, name: st
     ids=["special file", "directory", "kind"],
 )
 def test_damaged_checkpoints_are_refused(change: Callable[[Path], object], wrong: str, tmp_path: Path) -> None:
-    """soak/damage.py has more kinds of damage, of these and of the files below."""
+    """A manifest may hold more than is read. soak/damage.py has more kinds of damage, also of the files below."""
     save(tmp_path, 1)
     checkpoint = save(tmp_path, 2)
+    _edit(checkpoint, lambda manifest: manifest.update(more=1))
+    assert check_resume(checkpoint, RECORD) == []
+    assert read_state(checkpoint).step == 2
     change(checkpoint)
     with pytest.raises(UserError, match=wrong) as refused:  # noqa: PT012 - either call may raise
         with reading(find_checkpoint(tmp_path)):
@@ -108,13 +105,6 @@ def test_damaged_checkpoints_are_refused(change: Callable[[Path], object], wrong
         read_state(checkpoint)
     assert "and the same command resumes from the one before it" in str(refused.value)
     assert str(refused.value).isprintable()
-
-
-def test_a_manifest_may_hold_more_than_is_read_and_a_card_needs_a_usable_run_record(tmp_path: Path) -> None:
-    checkpoint = save(tmp_path, 2)
-    _edit(checkpoint, lambda manifest: manifest.update(more=1))
-    assert check_resume(checkpoint, RECORD) == []
-    assert read_state(checkpoint).step == 2
 
 
 # -- machines --------------------------------------------------------------------------------------------------------
@@ -130,13 +120,6 @@ MACHINE = MachineProfile(
 )
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the file with the rates of machines, in a cache that only this test uses."""
-    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
-    return rate_cache.cache_file()
-
-
 def noted(words: str) -> None:
     """Assert that the machine's rates are not used, for the reason that the only note gives in one line."""
     found = rate_cache.with_cached_rates(MACHINE)
@@ -146,7 +129,12 @@ def noted(words: str) -> None:
     assert note.isprintable()
 
 
-def test_unreadable_rates_are_reported_once_and_timed_again_and_other_entries_stay(cache: Path) -> None:
+def test_unreadable_rates_are_timed_again_and_those_that_others_may_have_written_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unreadable ones are reported once, and other entries stay."""
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
+    cache = rate_cache.cache_file()
     other = {"warp": 9, "more": [1]}  # of another version
     held = {rate_cache.rates_key(MACHINE): {"warp": {"value": 1}}, "rates other": other, "drives": {}}
     cache.write_text(json.dumps(held))
@@ -156,11 +144,6 @@ def test_unreadable_rates_are_reported_once_and_timed_again_and_other_entries_st
     assert again.notes == ()
     assert again.rates.memory == MACHINE.rates.memory
     assert json.loads(cache.read_text())["rates other"] == other
-
-
-def test_rates_that_others_may_have_written_are_not_used(cache: Path, tmp_path: Path) -> None:
-    rate_cache.keep_rates(MACHINE)
-    assert rate_cache.with_cached_rates(MACHINE).rates.memory == MACHINE.rates.memory
     cache.chmod(0o666)
     noted("others may change it (mode 666; chmod go-w), and it is not trusted")
     with pytest.raises(UserError, match="others may change it"):
@@ -197,19 +180,8 @@ def test_a_described_machine_is_validated(change: dict[str, Any], wrong: str, tm
         read_machine(str(tmp_path))
 
 
-# -- files next to tokens and weights --------------------------------------------------------------------------------
-
-
-def test_an_index_or_a_sidecar_of_other_types_is_refused(tmp_path: Path) -> None:
+def test_an_index_of_other_types_is_refused(tmp_path: Path) -> None:
     for index in ("{}", '{"weight_map": {"a": "../b"}}'):
         (tmp_path / "model.safetensors.index.json").write_text(index)
         with pytest.raises(UserError, match=r"index\.json cannot be read: .*It is no index of shards"):
             checkpoint_files(tmp_path)
-    (tmp_path / "t.bin").write_bytes(bytes(4))
-    for sidecar, wrong in {
-        '{"dtype": "uint16", "tokens": 2, "crc32": 5}': "crc32 should be",
-        "[]": "it should be",
-    }.items():
-        (tmp_path / "t.bin.json").write_text(sidecar)
-        with pytest.raises(UserError, match=rf"t\.bin\.json cannot be read: {wrong}.*make them again"):
-            TokenFile.open(tmp_path / "t.bin")

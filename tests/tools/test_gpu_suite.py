@@ -123,9 +123,6 @@ def test_the_second_call(tmp_path: Path, drive: Path) -> None:
     assert losses["FSDP2, CPU offload"] == pytest.approx(ours, abs=1e-3)
 
 
-# -- the cases ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_command_line_accepts_every_case(tmp_path: Path) -> None:
     for words in (case.words for group in speed.GROUPS.values() for case in group.cases):
         named = [word for one in words for word in (["--nvme", str(tmp_path)] if one == "{drive}" else [one])]
@@ -264,17 +261,17 @@ def a_record(folder: Path, *, tar: Path | None = None) -> Record:
 
 
 @pytest.fixture(scope="module")
-def stage(folder: Path) -> Iterator[Stage]:
+def begun(folder: Path) -> Iterator[Stage]:
     """Yield a stage of a rehearsal, whose process serves all tests that let it live."""
     with Stage(drive=folder, rehearsal=True) as made:
         yield made
 
 
-@pytest.fixture(autouse=True)
-def has_time(request: pytest.FixtureRequest) -> None:
-    if "stage" in request.fixturenames:
-        record = a_record(request.getfixturevalue("tmp_path"))
-        request.getfixturevalue("stage").begin(record, seconds=300)
+@pytest.fixture
+def stage(begun: Stage, tmp_path: Path) -> Stage:
+    """Return the stage with a record and time of this test's own."""
+    begun.begin(a_record(tmp_path), seconds=300)
+    return begun
 
 
 @pytest.mark.slow
@@ -345,9 +342,7 @@ def test_a_memory_cap_applies_to_the_plan_and_the_allocator(monkeypatch: pytest.
 
 # -- the folder for a machine without network: it has all dependencies, and its versions are pinned --------------------
 
-LINUX = {"python_version": "3.12", "python_full_version": "3.12.3", "sys_platform": "linux", "extra": ""}
-LINUX |= {"platform_system": "Linux", "os_name": "posix", "platform_machine": "x86_64"}
-LINUX |= {"implementation_name": "cpython", "platform_python_implementation": "CPython"}
+LINUX = {"python_version": "3.12", "python_full_version": "3.12.3", "platform_machine": "x86_64", "extra": ""}
 
 
 def test_every_need_of_the_package_is_carried_or_there() -> None:

@@ -18,8 +18,7 @@ from transformers.models.llama import modeling_llama
 
 from offload_trainer.common.errors import UserError
 from offload_trainer.config import ModelSection
-from offload_trainer.data.rows import IGNORED, RowReader
-from offload_trainer.data.tokenfile import TokenFile, write_tokens
+from offload_trainer.data.rows import IGNORED
 from offload_trainer.model import attention, tiny_model
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.model.loss import CausalLoss
@@ -100,7 +99,7 @@ def test_key_heads_are_repeated_only_for_a_gpu(gpu: bool, tmp_path: Any, monkeyp
 
 
 REFUSED = ("opt, whose head calls a part of the body", "falcon-h1, whose head reads a scale of the body")
-LENGTHS, END = (7, 11, 6, 16, 8), 7  # tokens of documents that fill two rows, and the separator
+LENGTHS = (7, 11, 6, 16, 8)  # tokens of documents that fill two rows
 
 
 def model_of(name: str) -> PreTrainedModel:
@@ -181,20 +180,6 @@ def test_a_probe_that_lacks_a_part_of_the_model_is_inconclusive(monkeypatch: pyt
         monkeypatch.setattr(tiny_model, "_compare_documents", lambda tiny, found=found: found)
         with pytest.raises(UserError, match="computes something else"):
             refuse_crossing(model)
-
-
-def test_documents_of_text_begin_after_the_separator(tmp_path: Path) -> None:
-    ids = [3, 4, END, 5, 6, 8, 9, END, END, 3, 4, 5, 6]
-    write_tokens(tmp_path / "t.bin", [ids], vocabulary=99)
-    tokens = TokenFile.open(tmp_path / "t.bin")
-    reader = RowReader(tokens, seq_len=6, rows=range(2), vocabulary=99, apart=END)
-    first = next(reader.validation_batches(micro_batch=2, limit=2))
-    assert first.inputs.tolist() == [ids[:6], ids[6:12]]
-    assert first.targets.tolist() == [ids[1:7], ids[7:13]]
-    assert first.positions.tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 0, 0, 1, 2]]
-    assert next(reader.train_batches(0, micro_batch=2)).positions is not None
-    plain = RowReader(tokens, seq_len=6, rows=range(2), vocabulary=99).rows_at([0])
-    assert plain.positions is None
 
 
 def test_masks_are_in_the_plan(tmp_path: Path) -> None:

@@ -296,10 +296,3 @@ def test_weights_that_cannot_be_used_are_named(name: str, tmp_path: Path) -> Non
     with pytest.raises(UserError) as caught:
         resolve_model(ModelSection(name=str(tmp_path), attention="eager"), seed=0)
     assert all(re.search(pattern, str(caught.value)) for pattern in told)
-
-
-def test_a_directory_without_weights_asks_for_scratch(tmp_path: Path) -> None:
-    ARCHITECTURES["llama, untied"].save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="add --scratch"):
-        resolve_model(ModelSection(name=str(tmp_path), attention="eager"), seed=0)
-    assert resolve_model(ModelSection(name=str(tmp_path), attention="eager", random_init=True), seed=0).random

@@ -7,7 +7,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from hf_trainers import Ours, arguments, loaded, model_folder, rows, told
 from peft import PeftModel
 from safetensors.torch import load_file
 from seen_calls import calls_of
-from session_loop import HOMES, adapted, by_torch, clipped, one_cycle, opened, plain, rounded, trained
+from session_loop import HOMES, adapted, by_torch, one_cycle, opened, plain, rounded, trained
 from small_architectures import ARCHITECTURES, reference
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
@@ -299,22 +299,14 @@ PROMPTS: dict[str, peft.PeftConfig] = {  # adapters that are no LoRA
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_prompts_and_scales_in_a_bare_loop(kind: str, folder: Path, drive: Path) -> None:
-    def losses(model: Any) -> list[float]:
+    def steps(model: Any) -> list[Any]:
         torch.manual_seed(7)
         model = peft.get_peft_model(model, copy.deepcopy(PROMPTS[kind]))
-        optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
-        found = []
-        for row in rows(4):
-            loss = model(**{name: tokens[None] for name, tokens in row.items()}).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        return found
+        return by_torch(model, parameters=[one for one in model.parameters() if one.requires_grad], steps=3)
 
-    expected = losses(plain(folder))
+    expected = steps(plain(folder))
     with loaded(folder, drive, freeze=FROZEN) as base:
-        assert losses(base) == expected
+        assert steps(base) == expected
 
 
 @pytest.mark.slow
@@ -342,30 +334,22 @@ class WithValue(nn.Module):
 @pytest.mark.slow
 def test_a_head_of_the_users(folder: Path, drive: Path, tmp_path: Path) -> None:
     inputs = rows(1)[0]["input_ids"][None]
-    words = {"lr": 1e-2, "weight_decay": 0.1}
 
-    def losses(model: nn.Module, optimizer: Any, clip: Any, steps: int) -> list[float]:
-        found = []
-        for _ in range(steps):
-            loss = (model(inputs) - 1).square().mean()
-            loss.backward()
-            found += [loss.item(), float(clip(0.5))]
-            optimizer.step()
-            optimizer.zero_grad()
-        return found
+    def loss_at(model: nn.Module, _: int) -> torch.Tensor:
+        return (model(inputs) - 1).square().mean()
 
     reference = WithValue(plain(folder))
-    usual = torch.optim.AdamW(reference.parameters(), fused=True, **words)
-    expected = losses(reference, usual, partial(clipped, reference), 6)
-    keys = {"freeze": [], "optimizer": "nvme"}
+    expected = by_torch(reference, loss_at, steps=6)
     for start in (0, 3):
-        with opened(folder, drive, **keys) as session:
+        with opened(folder, drive, freeze=[]) as session:
             model = WithValue(session.model)
-            optimizer = session.adamw(model.parameters(), **words)
-            assert session.resume(tmp_path / "saves") == start
-            assert losses(model, optimizer, session.clip_grad_norm_, 3) == expected[2 * start : 2 * start + 6]
+            optimizer = session.adamw(model.parameters(), lr=1e-2)
+            scheduler = one_cycle(optimizer)
+            assert session.resume(tmp_path / "saves", scheduler) == start
+            steps = trained(model, optimizer, scheduler, loss_at, session=session, start=start, steps=start + 3)
+            assert list(steps) == expected[start : start + 3]
             assert session.trained[-2:] == ("beside.0", "beside.1")
-            session.save(tmp_path / "saves")
+            session.save(tmp_path / "saves", scheduler)
     assert torch.equal(model.value.weight, reference.value.weight)
 
 

@@ -12,7 +12,7 @@ from engine_bench import model_directory
 from seen_calls import calls_of
 from small_architectures import ARCHITECTURES, reference
 from torch.nn import functional
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
@@ -102,44 +102,34 @@ REFUSED = ("opt, whose head calls a part of the body", "falcon-h1, whose head re
 LENGTHS = (7, 11, 6, 16, 8)  # tokens of documents that fill two rows
 
 
-def model_of(name: str) -> PreTrainedModel:
-    """Return a model with large weights, so that any leak shows, and with windows shorter than the documents."""
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in REFUSED])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_packed_documents_have_the_loss_and_gradients_of_each_by_itself(name: str, attention: str) -> None:
+    """The weights are large, so that any leak shows, windows are shorter than documents, and half the tokens count."""
     config = copy.deepcopy(ARCHITECTURES[name])
     if getattr(config, "sliding_window", None):
         config.sliding_window = 5
-    model = reference(config).eval()
-    generator = torch.Generator().manual_seed(3)
+    model, generator = reference(config).eval(), torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.2, generator=generator)
-    return model
-
-
-def documents() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the inputs and targets of documents, of whose targets about half are learned."""
-    random, made = torch.Generator().manual_seed(4), []
-    for length in LENGTHS:
-        ids = torch.randint(9, 99, (length,), generator=random)
-        targets = ids.roll(-1).where(torch.rand(length, generator=random) < 0.5, IGNORED)
-        targets[0], targets[-1] = ids[1], IGNORED
-        made.append((ids, targets))
-    return made
-
-
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in REFUSED])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_packed_documents_have_the_loss_and_gradients_of_each_by_itself(name: str, attention: str) -> None:
-    model, state = model_of(name), torch.get_rng_state()
+    state = torch.get_rng_state()
     refuse_crossing(model)
     assert torch.equal(torch.get_rng_state(), state)
     if attention == "sdpa" and not model._supports_sdpa:
         pytest.skip("eager only")
+    random, documents = torch.Generator().manual_seed(4), []
+    for length in LENGTHS:
+        ids = torch.randint(9, 99, (length,), generator=random)
+        targets = ids.roll(-1).where(torch.rand(length, generator=random) < 0.5, IGNORED)
+        targets[0], targets[-1] = ids[1], IGNORED
+        documents.append((ids, targets))
     each = [
         functional.cross_entropy(model(ids[None]).logits[0].float(), targets, reduction="sum", ignore_index=IGNORED)
-        for ids, targets in documents()
+        for ids, targets in documents
     ]
-    inputs, targets = (torch.cat(tensors).view(2, -1) for tensors in zip(*documents(), strict=True))
+    inputs, targets = (torch.cat(tensors).view(2, -1) for tensors in zip(*documents, strict=True))
     expected = sum(each) / (targets != IGNORED).sum()
     expected.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -160,18 +150,15 @@ def test_models_in_which_documents_would_cross_are_refused(name: str) -> None:
         refuse_crossing(reference(ARCHITECTURES[name]))
 
 
-def test_the_probe_finds_documents_that_transformers_mixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positions restart without a mask, as in an architecture that does not pass them on."""
+def test_the_probe_finds_documents_that_transformers_mixes_or_is_inconclusive(monkeypatch: pytest.MonkeyPatch) -> None:
     model = reference(ARCHITECTURES["llama, untied"])
     made = modeling_llama.create_causal_mask
     without = lambda **given: made(**given | {"position_ids": None})  # noqa: E731
-    monkeypatch.setattr(modeling_llama, "create_causal_mask", without)
-    with pytest.raises(UserError, match=r"LlamaForCausalLM computes something else .* of the largest apart"):
-        refuse_crossing(model)
-
-
-def test_a_probe_that_lacks_a_part_of_the_model_is_inconclusive(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = reference(ARCHITECTURES["llama, untied"])
+    with monkeypatch.context() as patch:
+        # Positions restart without a mask, as in an architecture that does not pass them on.
+        patch.setattr(modeling_llama, "create_causal_mask", without)
+        with pytest.raises(UserError, match=r"LlamaForCausalLM computes something else .* of the largest apart"):
+            refuse_crossing(model)
     model.extra = torch.nn.GRU(2, 2)
     with pytest.raises(UserError, match=r"does not run \(it has no GRU\), so whether documents .* is not known"):
         refuse_crossing(model)

@@ -189,11 +189,7 @@ SPELLINGS: dict[str, tuple[str, Callable[[Held], Held]]] = {
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_other_spellings_of_a_checkpoint(name: str, tmp_path: Path) -> None:
-    """Every weight has the bits that transformers reads. Other keys are left out, and the plan names those that
-    transformers warns about.
-
-    Of buffers that the model computes, by their own names, it says nothing.
-    """
+    """Every weight has the bits that transformers reads; the plan names the keys that transformers warns about."""
     architecture, change = SPELLINGS[name]
     model = reference(ARCHITECTURES[architecture])
     save_changed(model, tmp_path, change)

@@ -58,7 +58,6 @@ GLM = Glm4MoeConfig(
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "llama, tied", "qwen3, untied", "glm4moe, buffers"])
 def test_round_trip(name: str, tmp_path: Path, drive: Path) -> None:
-    """Import and export of an untrained model in fp32 keep names, layout and every bit."""
     given = {**ARCHITECTURES, "glm4moe, buffers": GLM}
     if name not in given:
         twin = ARCHITECTURES["llama, untied" if name.startswith("llama") else "qwen3, tied"]
@@ -343,7 +342,6 @@ def test_another_template_changes_no_other_key_of_the_tokenizer(given: Path, tmp
 
 
 def test_a_tokenizer_of_transformers_5_is_written_for_transformers_4(given: Path, tmp_path: Path) -> None:
-    """Its class and lists have the names of transformers 4, and it says whether it adds BOS."""
     backend = Tokenizer.from_file(str(given / "tokenizer.json"))
     backend.post_processor = processors.TemplateProcessing("<|im_start|> $A", special_tokens=[("<|im_start|>", 2049)])
     special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "extra_special_tokens": ["<|endoftext|>"]}
@@ -380,9 +378,7 @@ def test_an_export_generates_and_splits_text_as_the_model_did(given: Path, tmp_p
 def test_a_tokenizer_that_transformers_would_rewrite_is_kept_unchanged(tmp_path: Path) -> None:
     """transformers would split text otherwise next to a Qwen2 config.json."""
     given = tmp_path / "given"
-    given.mkdir()
-    for path in BUILTIN_TOKENIZER.iterdir():
-        (given / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(BUILTIN_TOKENIZER, given)
     (given / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     AutoModelForCausalLM.from_config(Qwen2Config(**CONFIG)).save_pretrained(given)
     tokenizer = load_tokenizer(str(given))
@@ -413,8 +409,7 @@ def test_generation_stops_at_the_ends_of_answers(given: Path, tmp_path: Path) ->
 
 
 def test_a_damaged_generation_config_is_refused_before_the_run(given: Path, tmp_path: Path) -> None:
-    for path in given.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(given, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text("[1")
     with pytest.raises(UserError, match=r"generation_config\.json cannot be read: it is not JSON"):
         resolve_model(ModelSection(name=str(tmp_path)), seed=0)

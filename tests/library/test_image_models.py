@@ -232,7 +232,6 @@ def test_weights_that_a_class_freezes_are_trained(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_the_command_does_not_train_is_refused(tmp_path: Path) -> None:
-    """The command refuses exactly the image-text models that do not predict the next tokens of the same rows."""
     refused = {}
     for kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         config = kind()

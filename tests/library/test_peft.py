@@ -89,7 +89,6 @@ ROUNDED = [("nf4", "all"), ("int8", "DoRA")]
 def test_a_loop_has_the_bits_of_plain_peft(
     home: str, kind: str, base: str, folder: Path, references: Any, drive: Path, tmp_path: Path
 ) -> None:
-    """Losses, norms, adapters, and exports with and without merging have plain PEFT's bits, over a rounded base too."""
     expected, reference = references(kind, base)
     with opened(folder, drive, base, home=home) as session:
         model = adapted(session.model, **KINDS[kind])

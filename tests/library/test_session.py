@@ -96,7 +96,6 @@ def in_memory(model: nn.Module) -> tuple[list[Any], dict[str, torch.Tensor]]:
 def test_a_loop_has_the_bits_of_torch(
     home: str, kind: str, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its bits are torch's also if copies to the device and reads complete late."""
     late, home = (late_transfers(monkeypatch), "on the drive") if home == "late" else (nullcontext(), home)
     model = MODELS[kind](tmp_path)
     expected, weights = in_memory(copy.deepcopy(model))

@@ -61,7 +61,6 @@ def trainer_of(kind: str, model: Any, output: Path, *, ours: bool, more: Any = N
 
 
 def losses(trainer: Any) -> list[tuple[float, float]]:
-    """Return the loss and the gradient norm of each step."""
     return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
 
 

@@ -249,13 +249,6 @@ def test_units_of_every_architecture_are_fetched_as_often_as_planned(request: py
     assert set(found.values()) <= {"right", "wrong", "transformers"}
 
 
-def test_registered_order_where_a_tower_is_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload_trainer.model.shape.with_order", lambda shape, _: shape)
-    result = examine("MossTranscribeDiarize", tmp_path, check)
-    assert result.outcome == "wrong"
-    assert "model.audio_tower.layers.0 0 times for 2" in result.why
-
-
 def test_units_are_used_in_the_recorded_order_or_else_in_that_of_registration() -> None:
     """In the recorded order h.0 runs twice; h.1 is frozen, and has a backward only with checkpointing."""
     weights = [

@@ -422,34 +422,28 @@ def test_stored_forms_of_sizes_that_do_not_divide(base: str, dtype: torch.dtype)
     (unit,) = units_of(shape)
     form = QuantisedUnit(unit, dtype)
     stored = torch.zeros(unit.stored_bytes(dtype.itemsize), dtype=torch.uint8).view(dtype)
-    generator = torch.Generator().manual_seed(0)
-    given = {}
+    generator, expected = torch.Generator().manual_seed(0), {}
     for place in unit.places:
-        values = torch.randn(place.weight.shape, generator=generator).to(dtype)
-        if "experts" in place.weight.name:
+        weight = place.weight
+        values = torch.randn(weight.shape, generator=generator).to(dtype)
+        if "experts" in weight.name:
             values[0] = 0
-        given[place.weight.name] = values
-        start, part = form.stored(place.start, values.reshape(-1))
+        values = values.reshape(-1)
+        start, part = form.stored(place.start, values)
         assert not stored[start : start + part.numel()].any()
         stored[start : start + part.numel()] = part
-    memory = torch.full((unit.elements,), torch.nan, dtype=dtype)
-    form.dequantise(stored, memory)
-    for place in unit.places:
-        weight, values = place.weight, given[place.weight.name]
-        expected = values.reshape(-1)
-        if weight.quantised:
-            expected = rounded(expected, base).to(dtype)
-        used = memory[place.start : place.start + weight.numel]
-        assert torch.equal(used, expected), weight.name
-        read = form.get(place.start, weight.numel, lambda start, count: stored[start : start + count].clone())
-        assert torch.equal(read, expected), weight.name
-        start, part = form.stored(place.start, used)
-        stored[start : start + part.numel()] = part
-    again = torch.full((unit.elements,), torch.nan, dtype=dtype)
-    form.dequantise(stored, again)  # rounded weights of a save are loaded unchanged
-    for place in unit.places:
-        its = slice(place.start, place.start + place.weight.numel)
-        assert torch.equal(again[its], memory[its]), place.weight.name
+        expected[weight.name] = rounded(values, base).to(dtype) if weight.quantised else values
+    for _ in range(2):  # rounded weights of a save are loaded unchanged
+        memory = torch.full((unit.elements,), torch.nan, dtype=dtype)
+        form.dequantise(stored, memory)
+        for place in unit.places:
+            weight = place.weight
+            used = memory[place.start : place.start + weight.numel]
+            assert torch.equal(used, expected[weight.name]), weight.name
+            read = form.get(place.start, weight.numel, lambda start, count: stored[start : start + count].clone())
+            assert torch.equal(read, expected[weight.name]), weight.name
+            start, part = form.stored(place.start, used)
+            stored[start : start + part.numel()] = part
 
 
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}

@@ -42,23 +42,18 @@ ON_DRIVE = ["--params", "nvme", "--optimizer", "nvme", "placement.gradients=nvme
 
 
 def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
-
-
-# A router's correction is a buffer that is saved with the weights; the first block has no experts.
-GLM = Glm4MoeConfig(
-    **{**_COMMON, "num_hidden_layers": 3},
-    head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1,
-    first_k_dense_replace=1, tie_word_embeddings=False,
-)  # fmt: skip
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "llama, tied", "qwen3, untied", "glm4moe, buffers"])
 def test_round_trip(name: str, tmp_path: Path, drive: Path) -> None:
-    given = {**ARCHITECTURES, "glm4moe, buffers": GLM}
+    # A router's correction is a buffer that is saved with the weights; the first block has no experts.
+    glm = Glm4MoeConfig(
+        **{**_COMMON, "num_hidden_layers": 3},
+        head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1,
+        first_k_dense_replace=1, tie_word_embeddings=False,
+    )  # fmt: skip
+    given = {**ARCHITECTURES, "glm4moe, buffers": glm}
     if name not in given:
         twin = ARCHITECTURES["llama, untied" if name.startswith("llama") else "qwen3, tied"]
         given[name] = type(twin).from_dict(twin.to_dict() | {"tie_word_embeddings": name.endswith(", tied")})

@@ -164,8 +164,6 @@ def test_8bit_moments_resume_in_another_placement(more: dict[str, Any], tmp_path
 
 
 class Pair(nn.Module):
-    """A block of two weights; a forward uses the one that it names."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = (nn.Parameter(torch.full((128, 128), 1.5, dtype=torch.bfloat16)) for _ in "12")

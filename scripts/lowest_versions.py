@@ -40,7 +40,6 @@ TESTS = (
     "tests/library/test_hf.py",
     "tests/library/test_trl.py",
     "tests/library/test_peft.py",
-    "tests/library/test_quantised_base.py",
 )
 
 

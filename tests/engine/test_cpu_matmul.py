@@ -11,20 +11,14 @@ from offload_trainer.optim import cpu_units
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("rows", "inner", "columns"),
-    [(7, 5, 3), (3, 40, 501), (501, 40, 3), (64, 300, 64), (3, 2500, 4), (5, 0, 3), (0, 4, 3)],
+    "sizes", [(7, 5, 3), (3, 40, 501), (501, 40, 3), (64, 300, 64), (3, 2500, 4), (5, 0, 3), (0, 4, 3)]
 )
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("added", [None, "ignored", "row", "matrix"])
 def test_pieces_round_the_same_products(
-    dtype: torch.dtype,
-    rows: int,
-    inner: int,
-    columns: int,
-    transposed: bool,
-    added: str | None,
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype, sizes: tuple[int, ...], transposed: bool, added: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    rows, inner, columns = sizes
     monkeypatch.setattr(cpu_matmul, "_PIECE", 1000)
     generator = torch.Generator().manual_seed(1)
 

@@ -44,7 +44,6 @@ def reference(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Referen
 
 @pytest.mark.parametrize("home", HOMES)
 def test_logs_and_weights_are_stock(home: str, folder: Path, reference: Reference, drive: Path, tmp_path: Path) -> None:
-    """20 clipped steps of two micro-batches, with a cosine schedule, evaluations and saves, match the stock Trainer."""
     expected, theirs = reference
     with loaded(folder, drive, home=home) as model:
         trainer = ours(model, tmp_path)
@@ -154,8 +153,6 @@ class Foreign(Trainer):
 
 
 class WithRates(Offloaded, Foreign):
-    """A Trainer that sets two learning rates on the session's optimizer."""
-
     def create_optimizer(self, *positional: Any) -> torch.optim.Optimizer:
         self.optimizer = super().create_optimizer(*positional)
         self.optimizer.param_groups[1]["lr"] = 1e-3
@@ -251,7 +248,6 @@ def test_wrong_arguments_are_refused(untrained: Any, tmp_path: Path, monkeypatch
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory")
 def test_bf16_is_the_dtype_of_the_weights(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """With a model in bf16, bf16=True has the logs of bf16=False, and a warning says that it changes nothing."""
     use_fp32_products(torch.bfloat16)
     logs = []
     for asked in (False, True):

@@ -101,7 +101,6 @@ def test_a_module_of_the_users(here: Path) -> None:
 
 
 def test_the_loop_with_images(here: Path) -> None:
-    """The tower of the model is unchanged, and the rest is trained."""
     loader = [BatchFeature(batch) for batch in image_model(here / "images", "Qwen2_5_VL", batches=3)]
     length = loader[0]["input_ids"].shape[1]
     code = IMAGES.replace("Qwen/Qwen2.5-VL-7B-Instruct", "images").replace("2048", str(length)).replace("1e-5", "0.1")
@@ -117,8 +116,6 @@ def test_the_readmes_code(code: str, here: Path) -> None:
     names = run(code, batches=rows)
     assert names["optimizer"].param_groups[0]["lr"] == 1e-5
 
-
-# -- docs/integrations.md and docs/notebook.ipynb ----------------------------------------------------------------------
 
 PAGE = (DOCS / "integrations.md").read_text()
 BLOCKS = dict(re.findall(r"^## (.+?)\n.*?^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
@@ -185,9 +182,6 @@ def test_the_notebook_runs_and_trains_as_plain_torch(tmp_path: Path, monkeypatch
     assert b" of times" in names["written"]  # it has learned the text
 
 
-# -- recipes -----------------------------------------------------------------------------------------------------------
-
-
 def copy_and_run(
     name: str, data: datasets.Dataset, here: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
@@ -215,14 +209,12 @@ def copy_and_run(
 
 
 def test_dpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both runs have the same reference model."""
     copy_and_run("dpo", preferences(), tmp_path, monkeypatch, ["--learning_rate", "1e-3"])
     assert_same(weights(Path("parted/final")), weights(Path("whole/final")))
     assert "lm_head.weight" in changed(AutoModelForCausalLM, "model", "whole/final")
 
 
 def test_qlora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The adapters load over an ordinary base, and the merged model says how its base was rounded."""
     copy_and_run("qlora", chats(), tmp_path, monkeypatch, ["--learning_rate", "1e-2", "--merge"])
     assert_same(*(load_file(f"{name}/adapters/adapter_model.safetensors") for name in ("parted", "whole")))
     assert "model.layers.0.mlp.up_proj.weight" in changed(AutoModelForCausalLM, "model", "whole/merged-4")

@@ -1,8 +1,13 @@
-"""Tests of PEFT's adapters over an offloaded base, in a loop and in a Trainer: results have plain PEFT's bits."""
+"""Tests of PEFT's adapters over an offloaded base, in a loop and in a Trainer: results have plain PEFT's bits.
+
+The last tests are of a quantised base: bytes, memory, stored forms, what is quantised or refused.
+"""
 
 import copy
+from collections import Counter
 from collections.abc import Callable
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +20,29 @@ from engine_bench import assert_same
 from hf_trainers import Ours, arguments, loaded, model_folder, rows, told
 from peft import PeftModel
 from safetensors.torch import load_file
-from session_loop import HOMES, adapted, by_torch, clipped, one_cycle, opened, plain, trained
+from seen_calls import calls_of
+from session_loop import HOMES, adapted, by_torch, one_cycle, opened, plain, rounded, trained
+from small_architectures import ARCHITECTURES, reference
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
 
 import offload_trainer as ot
 from offload_trainer.common.errors import UserError
+from offload_trainer.offloading.pages.store import UnitStore
+from offload_trainer.offloading.weights.placed import QuantisedUnit
+from offload_trainer.plan.machine import read_machine
+from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.plan.tiered.layout import units_of
+from offload_trainer.run.commands.plan import plan_elsewhere
 from offload_trainer.run.export import export
+from offload_trainer.run.planning import plan_run
+from offload_trainer.session import api
+from offload_trainer.settings import load_config
 
-pytestmark = pytest.mark.usefixtures("nothing_is_small")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's"),
+    pytest.mark.usefixtures("nothing_is_small"),
+]
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -63,7 +82,6 @@ LOOPS = [("resident", "DoRA"), ("in RAM", "plain"), ("on the drive", "DoRA"), ("
 ROUNDED = [("nf4", "all"), ("int8", "DoRA")]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's")
 @pytest.mark.parametrize(
     ("base", "home", "kind"),
     [("model", *loop) for loop in LOOPS] + [(base, home, kind) for base, kind in ROUNDED for home in HOMES],
@@ -71,7 +89,6 @@ ROUNDED = [("nf4", "all"), ("int8", "DoRA")]
 def test_a_loop_has_the_bits_of_plain_peft(
     home: str, kind: str, base: str, folder: Path, references: Any, drive: Path, tmp_path: Path
 ) -> None:
-    """Losses, norms, adapters, and exports with and without merging have plain PEFT's bits, over a rounded base too."""
     expected, reference = references(kind, base)
     with opened(folder, drive, base, home=home) as session:
         model = adapted(session.model, **KINDS[kind])
@@ -88,8 +105,8 @@ def test_a_loop_has_the_bits_of_plain_peft(
         little = mock.patch("psutil.virtual_memory", return_value=SimpleNamespace(available=1000))
         with little, pytest.raises(ot.UserError, match=r"1 kB that are free: use session\.export"):
             session.model.state_dict()
-    rounded = f"21 matrices of 3 blocks (model.layers.0 to model.layers.2) were rounded to {base}"
-    assert (rounded in (tmp_path / "merged/README.md").read_text()) == (base != "model")
+    note = f"21 matrices of 3 blocks (model.layers.0 to model.layers.2) were rounded to {base}"
+    assert (note in (tmp_path / "merged/README.md").read_text()) == (base != "model")
     apart = PeftModel.from_pretrained(plain(folder, base), tmp_path / "apart")
     inputs = rows(1)[0]["input_ids"][None]
     with torch.no_grad():
@@ -281,22 +298,14 @@ PROMPTS: dict[str, peft.PeftConfig] = {  # adapters that are no LoRA
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_prompts_and_scales_in_a_bare_loop(kind: str, folder: Path, drive: Path) -> None:
-    def losses(model: Any) -> list[float]:
+    def steps(model: Any) -> list[Any]:
         torch.manual_seed(7)
         model = peft.get_peft_model(model, copy.deepcopy(PROMPTS[kind]))
-        optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
-        found = []
-        for row in rows(4):
-            loss = model(**{name: tokens[None] for name, tokens in row.items()}).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        return found
+        return by_torch(model, parameters=[one for one in model.parameters() if one.requires_grad], steps=3)
 
-    expected = losses(plain(folder))
+    expected = steps(plain(folder))
     with loaded(folder, drive, freeze=FROZEN) as base:
-        assert losses(base) == expected
+        assert steps(base) == expected
 
 
 @pytest.mark.slow
@@ -324,28 +333,181 @@ class WithValue(nn.Module):
 @pytest.mark.slow
 def test_a_head_of_the_users(folder: Path, drive: Path, tmp_path: Path) -> None:
     inputs = rows(1)[0]["input_ids"][None]
-    words = {"lr": 1e-2, "weight_decay": 0.1}
 
-    def losses(model: nn.Module, optimizer: Any, clip: Any, steps: int) -> list[float]:
-        found = []
-        for _ in range(steps):
-            loss = (model(inputs) - 1).square().mean()
-            loss.backward()
-            found += [loss.item(), float(clip(0.5))]
-            optimizer.step()
-            optimizer.zero_grad()
-        return found
+    def loss_at(model: nn.Module, _: int) -> torch.Tensor:
+        return (model(inputs) - 1).square().mean()
 
     reference = WithValue(plain(folder))
-    usual = torch.optim.AdamW(reference.parameters(), fused=True, **words)
-    expected = losses(reference, usual, partial(clipped, reference), 6)
-    keys = {"freeze": [], "optimizer": "nvme"}
+    expected = by_torch(reference, loss_at, steps=6)
     for start in (0, 3):
-        with opened(folder, drive, **keys) as session:
+        with opened(folder, drive, freeze=[]) as session:
             model = WithValue(session.model)
-            optimizer = session.adamw(model.parameters(), **words)
-            assert session.resume(tmp_path / "saves") == start
-            assert losses(model, optimizer, session.clip_grad_norm_, 3) == expected[2 * start : 2 * start + 6]
+            optimizer = session.adamw(model.parameters(), lr=1e-2)
+            scheduler = one_cycle(optimizer)
+            assert session.resume(tmp_path / "saves", scheduler) == start
+            steps = trained(model, optimizer, scheduler, loss_at, session=session, start=start, steps=start + 3)
+            assert list(steps) == expected[start : start + 3]
             assert session.trained[-2:] == ("beside.0", "beside.1")
-            session.save(tmp_path / "saves")
+            session.save(tmp_path / "saves", scheduler)
     assert torch.equal(model.value.weight, reference.value.weight)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model whose blocks are large enough that the padding of their stored bytes is not."""
+    return model_folder(tmp_path_factory.mktemp("model"), hidden_size=256, intermediate_size=512)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("base", "dtype", "most"), [("nf4", "fp32", 0.56), ("int8", "bf16", 1.03)])
+def test_bytes_of_a_pass(
+    base: str, dtype: str, most: float, wide: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass reads each block once, in at most `most` bytes a parameter, norms included, as the plan counts."""
+    with opened(wide, drive, base, dtype=dtype, weight_buffers=1, gradient_accumulation_steps=1) as session:
+        model = adapted(session.model)
+        batch = {key: value[None] for key, value in rows(1)[0].items()}
+        read = calls_of(monkeypatch.setattr, UnitStore, "read", lambda _, unit, start, buffer: (unit, buffer.nbytes))
+        with session.micro_batch():
+            model(**batch).loss.backward()
+        monkeypatch.undo()
+        first, *_, last = blocks = [unit for unit in session._offloaded.units if unit.block]
+        times = Counter(unit for unit, _ in read)
+        # With one buffer, the last block stays on the device between the forward and the backward.
+        assert {unit: times[unit.index] for unit in blocks} == dict.fromkeys(blocks, 2) | {last: 1}
+        parameters = sum(place.weight.numel for place in first.places)
+        assert 0.9 * most < sum(size for unit, size in read if unit == first.index) / 2 / parameters <= most
+        planned = [one for one in session.plan.traffic if one.phase != "update" and one.place == str(drive)]
+        size = session._offloaded.weights.dtype.itemsize
+        others = sum(unit.stored_bytes(size) for unit in session._offloaded.units if not unit.block)
+        assert 0 <= sum(one.read for one in planned) - sum(size for _, size in read) <= others
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("base", "home"), [("model", "in RAM"), ("int8", "in RAM"), ("nf4", "on the drive")])
+def test_memory_is_the_plans(home: str, base: str, wide: Path, drive: Path) -> None:
+    with opened(wide, drive, base, home=home) as session:
+        items = {(item.tier, item.name): item.bytes for item in session.plan.items}
+        model, tier = session._offloaded, {"on the drive": str(drive)}.get(home, "ram")
+        size = sum(unit.stored_bytes(4) for unit in model.units)
+        held = sum(item.bytes for item in session.plan.items if item.name in ("weights", "small weights"))
+        assert size == held
+        assert sum(item.bytes for item in session.plan.items if item.name == "weights" and item.tier == tier) == size
+        slots = model.stream._slots if model.stream else []
+        assert items.get(("ram", "weights in use"), 0) == sum(slot.buffer.nbytes for slot in slots)
+        assert items.get(("ram", "quantised weights in use"), 0) == sum(slot.packed.nbytes for slot in slots)
+        assert ("ram", "dequantisation") in items or base == "model"
+        elements = sum(unit.elements for unit in model.units)
+        assert (size < 2 * elements) == (base != "model")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+def test_stored_forms_of_sizes_that_do_not_divide(base: str, dtype: torch.dtype) -> None:
+    """Odd matrices, blocks of zeros, stacked experts, biases and trained weights come back as bitsandbytes has them."""
+    words: dict[str, Any] = {"unit": "h.0", "block": True}
+    shape = ModelShape(
+        weights=(
+            Weight("h.0.odd.weight", (33, 7), trainable=False, quantised=base, **words),
+            Weight("h.0.odd.bias", (33,), trainable=False, products=0, **words),
+            Weight("h.0.norm.weight", (300,), products=0, **words),
+            Weight("h.0.experts.up", (3, 20, 50), trainable=False, quantised=base, **words),
+            Weight("h.0.large.weight", (1030, 1024), trainable=False, quantised=base, **words),
+        ),
+        layers=1,
+        hidden=7,
+        vocabulary=10,
+        context=8,
+    )
+    (unit,) = units_of(shape)
+    form = QuantisedUnit(unit, dtype)
+    stored = torch.zeros(unit.stored_bytes(dtype.itemsize), dtype=torch.uint8).view(dtype)
+    generator, expected = torch.Generator().manual_seed(0), {}
+    for place in unit.places:
+        weight = place.weight
+        values = torch.randn(weight.shape, generator=generator).to(dtype)
+        if "experts" in weight.name:
+            values[0] = 0
+        values = values.reshape(-1)
+        start, part = form.stored(place.start, values)
+        assert not stored[start : start + part.numel()].any()
+        stored[start : start + part.numel()] = part
+        expected[weight.name] = rounded(values, base).to(dtype) if weight.quantised else values
+    for _ in range(2):  # rounded weights of a save are loaded unchanged
+        memory = torch.full((unit.elements,), torch.nan, dtype=dtype)
+        form.dequantise(stored, memory)
+        for place in unit.places:
+            weight = place.weight
+            used = memory[place.start : place.start + weight.numel]
+            assert torch.equal(used, expected[weight.name]), weight.name
+            read = form.get(place.start, weight.numel, lambda start, count: stored[start : start + count].clone())
+            assert torch.equal(read, expected[weight.name]), weight.name
+            start, part = form.stored(place.start, used)
+            stored[start : start + part.numel()] = part
+
+
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+QUANTISED = {
+    "gpt2": {"c_attn", "c_proj", "c_fc"},
+    "mixtral, experts": {*_ATTENTION, "gate_up_proj", "down_proj"},
+    "falcon-h1, whose head reads a scale of the body": {
+        *_ATTENTION,
+        *("in_proj", "out_proj", "gate_proj", "up_proj", "down_proj"),
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_linear_layers_and_experts_are_quantised(kind: str, drive: Path, tmp_path: Path) -> None:
+    """Routers, convolutions, biases, embeddings and heads are not; logits are those of the model in memory."""
+    model = reference(ARCHITECTURES[kind]).eval()
+    model.save_pretrained(tmp_path)
+    with opened(tmp_path, drive, "nf4", seq_len=16, attention="eager") as session:
+        found = set()
+        for name, weight in session.named_weights():
+            parameter = model.get_parameter(name)
+            if not torch.equal(weight, parameter):
+                found.add(name.removesuffix(".weight").rpartition(".")[2])
+                assert torch.equal(weight, rounded(parameter, "nf4")), name
+                parameter.data = weight
+        assert found == QUANTISED[kind]
+        inputs = torch.arange(2 * 16).view(2, 16) % 97
+        with torch.no_grad():
+            assert torch.equal(session.model.eval()(inputs).logits, model(inputs).logits)
+
+
+def test_a_quantised_weight_cannot_be_written(wide: Path, drive: Path) -> None:
+    with opened(wide, drive, "nf4") as session:
+        assert session.base == "nf4"
+        weight = session.model.model.layers[0].self_attn.q_proj.weight
+        assert torch.equal(weight.detach().clone(), session.weight(weight.weight))
+        with pytest.raises(ot.UserError, match=r"q_proj\.weight"), torch.no_grad():
+            weight.mul_(2)
+        other = {"layers.0.self_attn.q_proj.weight": torch.zeros(256, 256)}
+        with pytest.raises((ot.UserError, RuntimeError), match=r"q_proj\.weight"):
+            session.model.model.load_state_dict(other, strict=False)
+
+
+@pytest.mark.slow
+def test_a_base_that_cannot_be_quantised_is_refused(wide: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = r"^base=nf4 quantises frozen matrices of the model's blocks, and none is frozen: add freeze="
+    for freeze in ([], ["embed_tokens"]):
+        with pytest.raises(ot.UserError, match=said):
+            ot.load(wide, nvme=drive, freeze=freeze, base="nf4", say=lambda _: None)
+    here = api.machine_here
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "machine_here", lambda *given: replace(here(*given), packages=()))
+        said = r"base=\"?nf4\"? needs bitsandbytes, which is not installed: pip install 'bitsandbytes>="
+        with pytest.raises(ot.UserError, match=said):
+            ot.load(wide, nvme=drive, freeze=["."], base="nf4", say=lambda _: None)
+    words = ["--model", str(wide), "model.freeze=['.']", "model.base=nf4"]
+    with pytest.raises(UserError, match=r"does not train: use the library"):
+        plan_run(load_config(words))
+    for model in (str(wide), "gpt2"):
+        with pytest.raises(UserError, match=r"model\.base=nf4 is for adapters"):
+            plan_elsewhere(load_config(["--model", model, "model.base=nf4"]), read_machine("h200"))
+    with pytest.raises(UserError, match=r"model\.base=nf4 belongs to --engine tiered, not to deepspeed: leave it out"):
+        load_config([*words, "--engine", "deepspeed"])
+    with pytest.raises(ot.UserError, match=r"ot\.load takes it"):
+        ot.offload(torch.nn.Linear(2, 2), base="nf4")

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -49,7 +48,6 @@ from offload_trainer.run import checkpoint as saving
 from offload_trainer.session import api
 from offload_trainer.session.api import session_config
 from offload_trainer.storage import owned_dirs
-from offload_trainer.storage.retention import WORK
 from offload_trainer.storage.tensorfile import PlacedWriter
 
 pytestmark = [
@@ -97,7 +95,6 @@ def in_memory(model: nn.Module) -> tuple[list[Any], dict[str, torch.Tensor]]:
 def test_a_loop_has_the_bits_of_torch(
     home: str, kind: str, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its bits are torch's also if copies to the device and reads complete late."""
     late, home = (late_transfers(monkeypatch), "on the drive") if home == "late" else (nullcontext(), home)
     model = MODELS[kind](tmp_path)
     expected, weights = in_memory(copy.deepcopy(model))
@@ -166,8 +163,6 @@ def test_8bit_moments_resume_in_another_placement(more: dict[str, Any], tmp_path
 
 
 class Pair(nn.Module):
-    """A block of two weights; a forward uses the one that it names."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = (nn.Parameter(torch.full((128, 128), 1.5, dtype=torch.bfloat16)) for _ in "12")
@@ -199,6 +194,7 @@ MOMENTS: dict[str, tuple[Any, str, int, int]] = {  # patched object, function, f
     "between two files' tensors": (PlacedWriter, "put", 7, 2),
     "before the manifest": (saving, "finish_checkpoint", 1, 2),
     "before the new name": (os, "rename", 3, 2),
+    "before the new name, among saves": (os, "rename", 3, 2),
     "with the new name": (owned_dirs, "_empty", 1, 4),
     "in the middle of an update": (UnitStore, "write", 3, 2),
 }
@@ -213,7 +209,7 @@ def killed(moment: str, folder: Path, drive: Path) -> None:
     steps = trained(model, optimizer, scheduler, loss_at, session=session)
     for number, _ in enumerate(steps, 1):
         if number in (2, 4):
-            session.save(folder / "save", scheduler)
+            session.save(folder / "saves/last", scheduler)
         if number == 2:
             where, name, nth, _ = MOMENTS[moment]
             kill_in(where, name, nth=nth)
@@ -231,16 +227,13 @@ def test_a_session_killed_at_any_moment_resumes_from_a_complete_save(moment: str
         optimizer = session.adamw(groups(model), lr=1e-2)
         scheduler = one_cycle(optimizer)
         loss_at(model, 0).backward()  # gradients that the resume drops
-        start = session.resume(tmp_path / "save", scheduler)
+        start = session.resume(tmp_path / ("saves" if "among" in moment else "saves/last"), scheduler)
         assert start == left
         found = list(trained(model, optimizer, scheduler, loss_at, session=session, start=start))
         assert found == expected[start:]
         assert_same(dict(session.named_masters()), weights)
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert [path.name for path in (tmp_path / "saves").iterdir()] == ["last"]
     assert list((drive / "offload-trainer").iterdir()) == []
-
-
-# -- weights that are read outside their modules ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -342,9 +335,6 @@ def test_changes_that_would_be_lost_are_refused(drive: Path) -> None:
             refused()
 
 
-# -- steps -------------------------------------------------------------------------------------------------------------
-
-
 def test_another_default_dtype_is_refused_before_it_rounds_an_update(drive: Path) -> None:
     torch.manual_seed(1)
     model, refused = Tower(), "set_default_dtype.*bfloat16.* set it to torch.float32"
@@ -409,13 +399,6 @@ def test_exports_and_saves_of_any_module_have_its_buffers(drive: Path, tmp_path:
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found["1.num_batches_tracked"].dtype == torch.int64
     assert_same(found, expected)
-    # A kill while a save is replaced leaves the old one in the scratch directory, from which a resume takes it.
-    os.rename(tmp_path / "saves/last", tmp_path / "moved")
-    left = tmp_path / "left"
-    with owned_dirs.ScratchDirectory(tmp_path / "saves/.last.tmp", what=WORK):
-        shutil.copytree(tmp_path / "saves/.last.tmp", left)
-    os.rename(tmp_path / "moved", left / "replaced")
-    os.rename(left, tmp_path / "saves/.last.tmp")
     with ot.offload(again, nvme=drive, **HOMES["on the drive"]) as session:
         session.adamw(lr=1e-2)
         assert session.resume(tmp_path / "saves") == 1
@@ -438,9 +421,6 @@ def test_sums_of_16_bits_take_one_micro_batch(drive: Path) -> None:
         loss_of(model, batches(1)[0]).backward()
         with pytest.raises(ot.UserError, match="gradient_accumulation_steps=2"):
             loss_of(model, batches(1)[0]).backward()
-
-
-# -- tensors that gradient checkpointing keeps, offloaded --------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -485,9 +465,6 @@ def test_unsupported_activations_are_refused(folder: Path, drive: Path) -> None:
             session.model.base_model(ids)
     with pytest.raises(ot.UserError, match="needs checkpointed activations"):
         ot.offload(torch.nn.Linear(3, 3), offload_activations=True, say=lambda _: None)
-
-
-# -- plans -------------------------------------------------------------------------------------------------------------
 
 
 def test_errors_name_the_callers_keywords() -> None:

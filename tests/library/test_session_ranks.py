@@ -169,14 +169,11 @@ def test_logs_and_weights_are_those_of_two_stock_ranks(kind: str, trained: Path)
     assert_same(*(dict(load_file(place / "final" / name)) for place in (ours, stock)))
 
 
-def test_resumed(trained: Path) -> None:
+def test_a_resumed_run_and_one_with_accumulation(trained: Path) -> None:
+    """Losses agree within 1e-6 with accumulation: DistributedDataParallel adds each rank's micro-batches first."""
     again, whole = trained / "ours/again", trained / "ours/trainer"
     assert told(again)[:-1] == told(whole)[:-1]  # the last entry has the mean loss since the start
     assert_same(weights(again / "final"), weights(whole / "final"))
-
-
-def test_accumulated(trained: Path) -> None:
-    """Losses agree within 1e-6 with accumulation: DistributedDataParallel adds each rank's micro-batches first."""
     for one, other in zip(*(told(trained / who / "accumulated") for who in ("ours", "stock")), strict=True):
         assert one == pytest.approx(other, rel=1e-6, abs=1e-6)
 

@@ -11,7 +11,8 @@ from engine_bench import assert_same
 from hf_trainers import HOMES, loaded, told, weights
 from peft import LoraConfig
 from sample_chats import TEMPLATE, chat_tokenizer, chats, preferences, prompts
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from session_loop import plain
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from offload_trainer import offload
 from offload_trainer.common.errors import UserError
@@ -59,12 +60,7 @@ def trainer_of(kind: str, model: Any, output: Path, *, ours: bool, more: Any = N
     return made(model, args=config(**words(output, **(arguments | changes))), **given)
 
 
-def plain(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
 def losses(trainer: Any) -> list[tuple[float, float]]:
-    """Return the loss and the gradient norm of each step."""
     return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
 
 

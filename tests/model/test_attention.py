@@ -12,14 +12,13 @@ from engine_bench import model_directory
 from seen_calls import calls_of
 from small_architectures import ARCHITECTURES, reference
 from torch.nn import functional
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
 from offload_trainer.common.errors import UserError
 from offload_trainer.config import ModelSection
-from offload_trainer.data.rows import IGNORED, RowReader
-from offload_trainer.data.tokenfile import TokenFile, write_tokens
+from offload_trainer.data.rows import IGNORED
 from offload_trainer.model import attention, tiny_model
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.model.loss import CausalLoss
@@ -100,47 +99,37 @@ def test_key_heads_are_repeated_only_for_a_gpu(gpu: bool, tmp_path: Any, monkeyp
 
 
 REFUSED = ("opt, whose head calls a part of the body", "falcon-h1, whose head reads a scale of the body")
-LENGTHS, END = (7, 11, 6, 16, 8), 7  # tokens of documents that fill two rows, and the separator
-
-
-def model_of(name: str) -> PreTrainedModel:
-    """Return a model with large weights, so that any leak shows, and with windows shorter than the documents."""
-    config = copy.deepcopy(ARCHITECTURES[name])
-    if getattr(config, "sliding_window", None):
-        config.sliding_window = 5
-    model = reference(config).eval()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.2, generator=generator)
-    return model
-
-
-def documents() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the inputs and targets of documents, of whose targets about half are learned."""
-    random, made = torch.Generator().manual_seed(4), []
-    for length in LENGTHS:
-        ids = torch.randint(9, 99, (length,), generator=random)
-        targets = ids.roll(-1).where(torch.rand(length, generator=random) < 0.5, IGNORED)
-        targets[0], targets[-1] = ids[1], IGNORED
-        made.append((ids, targets))
-    return made
+LENGTHS = (7, 11, 6, 16, 8)  # tokens of documents that fill two rows
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in REFUSED])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_packed_documents_have_the_loss_and_gradients_of_each_by_itself(name: str, attention: str) -> None:
-    model, state = model_of(name), torch.get_rng_state()
+    """The weights are large, so that any leak shows, windows are shorter than documents, and half the tokens count."""
+    config = copy.deepcopy(ARCHITECTURES[name])
+    if getattr(config, "sliding_window", None):
+        config.sliding_window = 5
+    model, generator = reference(config).eval(), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2, generator=generator)
+    state = torch.get_rng_state()
     refuse_crossing(model)
     assert torch.equal(torch.get_rng_state(), state)
     if attention == "sdpa" and not model._supports_sdpa:
         pytest.skip("eager only")
+    random, documents = torch.Generator().manual_seed(4), []
+    for length in LENGTHS:
+        ids = torch.randint(9, 99, (length,), generator=random)
+        targets = ids.roll(-1).where(torch.rand(length, generator=random) < 0.5, IGNORED)
+        targets[0], targets[-1] = ids[1], IGNORED
+        documents.append((ids, targets))
     each = [
         functional.cross_entropy(model(ids[None]).logits[0].float(), targets, reduction="sum", ignore_index=IGNORED)
-        for ids, targets in documents()
+        for ids, targets in documents
     ]
-    inputs, targets = (torch.cat(tensors).view(2, -1) for tensors in zip(*documents(), strict=True))
+    inputs, targets = (torch.cat(tensors).view(2, -1) for tensors in zip(*documents, strict=True))
     expected = sum(each) / (targets != IGNORED).sum()
     expected.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -161,18 +150,15 @@ def test_models_in_which_documents_would_cross_are_refused(name: str) -> None:
         refuse_crossing(reference(ARCHITECTURES[name]))
 
 
-def test_the_probe_finds_documents_that_transformers_mixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positions restart without a mask, as in an architecture that does not pass them on."""
+def test_the_probe_finds_documents_that_transformers_mixes_or_is_inconclusive(monkeypatch: pytest.MonkeyPatch) -> None:
     model = reference(ARCHITECTURES["llama, untied"])
     made = modeling_llama.create_causal_mask
     without = lambda **given: made(**given | {"position_ids": None})  # noqa: E731
-    monkeypatch.setattr(modeling_llama, "create_causal_mask", without)
-    with pytest.raises(UserError, match=r"LlamaForCausalLM computes something else .* of the largest apart"):
-        refuse_crossing(model)
-
-
-def test_a_probe_that_lacks_a_part_of_the_model_is_inconclusive(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = reference(ARCHITECTURES["llama, untied"])
+    with monkeypatch.context() as patch:
+        # Positions restart without a mask, as in an architecture that does not pass them on.
+        patch.setattr(modeling_llama, "create_causal_mask", without)
+        with pytest.raises(UserError, match=r"LlamaForCausalLM computes something else .* of the largest apart"):
+            refuse_crossing(model)
     model.extra = torch.nn.GRU(2, 2)
     with pytest.raises(UserError, match=r"does not run \(it has no GRU\), so whether documents .* is not known"):
         refuse_crossing(model)
@@ -181,20 +167,6 @@ def test_a_probe_that_lacks_a_part_of_the_model_is_inconclusive(monkeypatch: pyt
         monkeypatch.setattr(tiny_model, "_compare_documents", lambda tiny, found=found: found)
         with pytest.raises(UserError, match="computes something else"):
             refuse_crossing(model)
-
-
-def test_documents_of_text_begin_after_the_separator(tmp_path: Path) -> None:
-    ids = [3, 4, END, 5, 6, 8, 9, END, END, 3, 4, 5, 6]
-    write_tokens(tmp_path / "t.bin", [ids], vocabulary=99)
-    tokens = TokenFile.open(tmp_path / "t.bin")
-    reader = RowReader(tokens, seq_len=6, rows=range(2), vocabulary=99, apart=END)
-    first = next(reader.validation_batches(micro_batch=2, limit=2))
-    assert first.inputs.tolist() == [ids[:6], ids[6:12]]
-    assert first.targets.tolist() == [ids[1:7], ids[7:13]]
-    assert first.positions.tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 0, 0, 1, 2]]
-    assert next(reader.train_batches(0, micro_batch=2)).positions is not None
-    plain = RowReader(tokens, seq_len=6, rows=range(2), vocabulary=99).rows_at([0])
-    assert plain.positions is None
 
 
 def test_masks_are_in_the_plan(tmp_path: Path) -> None:

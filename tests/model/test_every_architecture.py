@@ -249,44 +249,26 @@ def test_units_of_every_architecture_are_fetched_as_often_as_planned(request: py
     assert set(found.values()) <= {"right", "wrong", "transformers"}
 
 
-def test_registered_order_where_a_tower_is_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload_trainer.model.shape.with_order", lambda shape, _: shape)
-    result = examine("MossTranscribeDiarize", tmp_path, check)
-    assert result.outcome == "wrong"
-    assert "model.audio_tower.layers.0 0 times for 2" in result.why
-
-
-def shape_of() -> ModelShape:
+def test_units_are_used_in_the_recorded_order_or_else_in_that_of_registration() -> None:
+    """In the recorded order h.0 runs twice; h.1 is frozen, and has a backward only with checkpointing."""
     weights = [
         Weight("embed.weight", (999, 64), unit="embed", uses=2),
         *(Weight(f"h.{n}.{w}", (64, 64), unit=f"h.{n}", block=True) for n in (0, 1) for w in "ab"),
         Weight("late.weight", (64, 64), unit="late"),
     ]
-    return ModelShape(tuple(weights), layers=2, hidden=64, vocabulary=999, context=64)
-
-
-def named(shape: ModelShape, *, checkpointing: bool) -> tuple[list[str], list[str]]:
+    shape = ModelShape(tuple(weights), layers=2, hidden=64, vocabulary=999, context=64)
     units = units_of(shape)
-    forward, backward = orders(units, shape, checkpointing=checkpointing)
-    return [units[unit].name for unit in forward], [units[unit].name for unit in backward]
 
+    def named(shape: ModelShape, *, checkpointing: bool) -> Order:
+        forward, backward = orders(units, shape, checkpointing=checkpointing)
+        return Order(*(tuple(units[unit].name for unit in order) for order in (forward, backward)))
 
-def test_without_a_trace_the_order_is_that_of_registration() -> None:
-    forward, backward = named(shape_of(), checkpointing=False)
-    assert forward == ["embed", "h.0", "h.1", "late", "embed"]
-    assert backward == ["embed", "late", "h.1", "h.0"]
-    assert with_order(shape_of(), Order(tuple(forward), tuple(backward))) == shape_of()
-
-
-def test_blocks_are_fetched_in_the_recorded_order_at_each_run() -> None:
-    """h.0 runs twice; h.1 is frozen, and has a backward only with checkpointing."""
+    registered = Order(("embed", "h.0", "h.1", "late", "embed"), ("embed", "late", "h.1", "h.0"))
+    assert named(shape, checkpointing=False) == registered
+    assert with_order(shape, registered) == shape
     order = Order(("late", "embed", "h.1", "h.0", "h.1", "h.0", "embed"), ("embed", "h.0", "late", "h.0"))
-    shape = with_order(shape_of(), order)
-    assert shape.order == order
-    assert named(shape, checkpointing=False) == (list(order.forward), list(order.backward))
-    forward, backward = named(shape, checkpointing=True)
-    assert forward == list(order.forward)
-    assert backward == [*order.backward, "h.1", "h.1"]
-    units = units_of(shape)
-    gradients = [units[unit].name for unit in as_gradients_come(units, shape)]
-    assert gradients == ["h.0", "h.1", "embed", "late"]
+    traced = with_order(shape, order)
+    assert traced.order == order
+    assert named(traced, checkpointing=False) == order
+    assert named(traced, checkpointing=True) == Order(order.forward, (*order.backward, "h.1", "h.1"))
+    assert [units[unit].name for unit in as_gradients_come(units, traced)] == ["h.0", "h.1", "embed", "late"]

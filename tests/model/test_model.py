@@ -189,11 +189,7 @@ SPELLINGS: dict[str, tuple[str, Callable[[Held], Held]]] = {
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_other_spellings_of_a_checkpoint(name: str, tmp_path: Path) -> None:
-    """Every weight has the bits that transformers reads. Other keys are left out, and the plan names those that
-    transformers warns about.
-
-    Of buffers that the model computes, by their own names, it says nothing.
-    """
+    """Every weight has the bits that transformers reads; the plan names the keys that transformers warns about."""
     architecture, change = SPELLINGS[name]
     model = reference(ARCHITECTURES[architecture])
     save_changed(model, tmp_path, change)
@@ -296,10 +292,3 @@ def test_weights_that_cannot_be_used_are_named(name: str, tmp_path: Path) -> Non
     with pytest.raises(UserError) as caught:
         resolve_model(ModelSection(name=str(tmp_path), attention="eager"), seed=0)
     assert all(re.search(pattern, str(caught.value)) for pattern in told)
-
-
-def test_a_directory_without_weights_asks_for_scratch(tmp_path: Path) -> None:
-    ARCHITECTURES["llama, untied"].save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="add --scratch"):
-        resolve_model(ModelSection(name=str(tmp_path), attention="eager"), seed=0)
-    assert resolve_model(ModelSection(name=str(tmp_path), attention="eager", random_init=True), seed=0).random

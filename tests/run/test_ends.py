@@ -136,8 +136,8 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
     assert everything(tmp_path) == before
 
 
-def test_exports_of_a_run_without_checkpoints(tmp_path: Path) -> None:
-    """`export RUN` uses the final weights, not an older checkpoint that a user had requested."""
+def test_an_export_of_a_run_without_checkpoints_has_its_final_weights(tmp_path: Path) -> None:
+    """Not those of an older checkpoint that a user had requested, whose own export says so."""
     output = tmp_path / "out"
     assert faulty("USR1@step=2", *NEVER, output=output).code == 0
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000002"]
@@ -147,6 +147,13 @@ def test_exports_of_a_run_without_checkpoints(tmp_path: Path) -> None:
     assert held.keys() == given.keys()
     assert all(held[name].equal(given[name]) for name in given)
     assert "in fp32, from the run after step 5." in " ".join((tmp_path / "hf/README.md").read_text().split())
+    older = run_script(COMMAND, "export", output / "checkpoints/step-00000002", tmp_path / "older", "--check")
+    assert "in fp16 to" in older.stdout, older.stderr
+    assert "read back: every header, and a sample of " in older.stdout
+    card = (tmp_path / "older/README.md").read_text()
+    assert "Weights in fp16, from the masters of step-00000002." in card
+    assert 'optim.master_dtype: "fp32"\n' in card
+    assert "already holds something" in run_script(COMMAND, "export", output, tmp_path / "older").stderr
 
 
 def test_a_signal_without_checkpoints_saves_one(tmp_path: Path) -> None:

@@ -40,37 +40,25 @@ def test_one_value_among_others_is_found_wherever_it_is(dtype: torch.dtype, fiel
     assert (negative is None) == (field == "master")
 
 
-def plant(made: Any, name: str, field: str, value: float) -> None:
-    """Set one value of a weight where the engine stores it."""
-    state, store = made.offloaded.state, made.offloaded.store
-    unit, place = state.places[name]
-    if field == "fixed":
-        state.weights.put(unit.index, place.start, torch.tensor([value]))
-    else:
-        ((number, at, _),) = store._table.touched(unit.index, place.start, 1)
-        at = at.start // store.format.fields[field].per
-        store.fields(number, store.in_memory(number))[field][at] = value
-
-
 def save(checkpoints: Checkpoints, made: Any, step: int) -> None:
     checkpoints.save(made, TrainState(step=step, tokens=0, data_position=0))
     checkpoints.synchronize()
 
 
-PLANTED = [
-    ("optim.moment_dtype=fp32", "master", NAN),
-    ("optim.moment_dtype=fp32", "master", INF),
-    ("optim.moment_dtype=fp32", "exp_avg_sq", -1e-3),
-    ("optim.moment_dtype=bf16", "exp_avg", -INF),
-    ("optim.moment_dtype=8bit", "exp_avg_scales", NAN),
-    ("optim.moment_dtype=8bit", "exp_avg_sq_scales", -1.0),
-    ("--dtype bf16 optim.master_dtype=bf16", "master", NAN),
-    ("--dtype bf16 optim.master_dtype=bf16", "master", INF),
-    ("model.freeze=[ln_f]", "fixed", NAN),
-]
-
-
-@pytest.mark.parametrize(("words", "field", "value"), PLANTED)
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        ("optim.moment_dtype=fp32", "master", NAN),
+        ("optim.moment_dtype=fp32", "master", INF),
+        ("optim.moment_dtype=fp32", "exp_avg_sq", -1e-3),
+        ("optim.moment_dtype=bf16", "exp_avg", -INF),
+        ("optim.moment_dtype=8bit", "exp_avg_scales", NAN),
+        ("optim.moment_dtype=8bit", "exp_avg_sq_scales", -1.0),
+        ("--dtype bf16 optim.master_dtype=bf16", "master", NAN),
+        ("--dtype bf16 optim.master_dtype=bf16", "master", INF),
+        ("model.freeze=[ln_f]", "fixed", NAN),
+    ],
+)
 def test_no_checkpoint_with_nan_is_saved_or_resumed(words: str, field: str, value: float, tmp_path: Path) -> None:
     model = model_directory(tmp_path / "model", "gpt2", n_layer=1)
     (tmp_path / "run/model").mkdir(parents=True)
@@ -83,7 +71,13 @@ def test_no_checkpoint_with_nan_is_saved_or_resumed(words: str, field: str, valu
             save(checkpoints, made, 2)
             good = root / "step-00000002"
             made.load(good)
-            plant(made, weight, field, value)
+            state, store = made.offloaded.state, made.offloaded.store
+            unit, place = state.places[weight]
+            if field == "fixed":
+                state.weights.put(unit.index, place.start, torch.tensor([value]))
+            else:
+                ((number, at, _),) = store._table.touched(unit.index, place.start, 1)
+                store.fields(number, store.in_memory(number))[field][at.start // store.format.fields[field].per] = value
             with pytest.raises(TrainerError, match=rf"{weight}: of {field}, 1 of .*the older ones are untouched") as no:
                 save(checkpoints, made, 3)
         assert not isinstance(no.value, UserError)

@@ -118,8 +118,8 @@ def test_futures_complete_in_any_order() -> None:
 class Runtime:
     """A recorder of the two cudart calls: the addresses that are pinned, and whether each was mapped when unpinned."""
 
-    def __init__(self, code: int = 0) -> None:
-        self.code, self.pinned, self.freed = code, set[int](), list[bool]()
+    def __init__(self) -> None:
+        self.code, self.pinned, self.freed = 0, set[int](), list[bool]()
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         self.pinned.add(address)
@@ -140,6 +140,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 
 def test_memory_is_unpinned_with_its_last_view_before_it_is_unmapped(runtime: Runtime) -> None:
+    """Memory that cannot be pinned is an error."""
     buffer = host_memory.host_buffer(1 << 20, pinned=True)
     view = buffer[4096:8192].view(torch.float32)
     del buffer
@@ -149,6 +150,9 @@ def test_memory_is_unpinned_with_its_last_view_before_it_is_unmapped(runtime: Ru
     del view
     gc.collect()
     assert (runtime.pinned, runtime.freed) == (set(), [True])
+    runtime.code = 2
+    with pytest.raises(TrainerError, match=r"CUDA cannot pin 8\.19 kB of host memory \(error 2\)"):
+        host_memory.host_buffer(8192, pinned=True)
 
 
 def test_a_closed_device_holds_no_pinned_memory(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,12 +180,6 @@ def test_each_rank_pins_its_own_mapping_of_shared_memory(runtime: Runtime, monke
     for rank, part in found.items():
         part.fill_(rank)
     assert [int(part.unique()) for part in found.values()] == [0, 1, 2]
-
-
-def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(code=2))
-    with pytest.raises(TrainerError, match=r"CUDA cannot pin 8\.19 kB of host memory \(error 2\)"):
-        host_memory.host_buffer(8192, pinned=True)
 
 
 # -- safetensors files that one writer or several write in parts -------------------------------------------------------

@@ -174,7 +174,6 @@ def test_each_group_starts_from_the_best_so_far(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_only_what_matters_to_the_placement_is_tried(tmp_path: Path) -> None:
-    """Each trial is a valid configuration."""
     here = replace(machine(), drives=(replace(machine().drives[0], directory=str(tmp_path)),))
     for words, keys in (
         (["--ram-fraction", "0", "tiered.overlap=off"], {"tiered.page_size", "tiered.page_buffers"}),

@@ -445,7 +445,6 @@ def test_killed_ranks_are_restarted(alone: Run, seed: int, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_run_whose_torchrun_is_told_to_stop_is_not_restarted(alone: Run, tmp_path: Path) -> None:
-    """torchrun ends with the run, which has saved its step; the same command resumes."""
     first, output = tmp_path / "first", tmp_path / "out"
     # Rank 0 tells torchrun, and waits until that has passed the signal on, to all processes of its session.
     stop = "trap '' TERM\nkill -TERM $(awk '/^PPid/ {print $2}' /proc/$PPID/status)"

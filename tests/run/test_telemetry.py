@@ -309,6 +309,11 @@ def test_tensorboard_has_the_numbers(tmp_path: Path) -> None:
     assert [e.value for e in found.Scalars("train/tokens")] == [512, 1024, 1536, 2048]
     assert found.Scalars("phases/backward")[0].value == pytest.approx(0.2)
     assert found.Scalars("validation/loss")[0].value == 2.5
+    command = call(*TINY, "save.trackers=tensorboard", "--steps", 3, "--save-every", 0, output=tmp_path / "out")
+    found = accumulator.EventAccumulator(str(command.output / "tensorboard")).Reload()
+    told = [(event.step, event.value) for event in found.Scalars("train/loss")]
+    assert told == [(step["step"], pytest.approx(step["loss"])) for step in command.steps]
+    assert len(told) == 3
 
 
 def test_wandb_offline_has_the_numbers_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,15 +406,6 @@ def test_a_resumed_run_continues_the_trackers_run(tmp_path: Path, monkeypatch: p
     (tmp_path / "trackers.json").write_text('{"one": 7}')
     with pytest.raises(UserError, match=r"trackers.json cannot be read: .*Remove it"):
         run(tmp_path, "one", done=2)
-
-
-def test_a_run_reports_each_step(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    run = call(*TINY, "save.trackers=tensorboard", "--steps", 3, "--save-every", 0, output=tmp_path / "out")
-    found = accumulator.EventAccumulator(str(run.output / "tensorboard")).Reload()
-    told = [(event.step, event.value) for event in found.Scalars("train/loss")]
-    assert told == [(step["step"], pytest.approx(step["loss"])) for step in run.steps]
-    assert len(told) == 3
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -568,7 +564,6 @@ def test_slow_pages_are_fewer(clock: SimpleNamespace, tmp_path: Path) -> None:
 
 
 def test_a_page_that_cannot_be_written_does_not_end_the_run(clock: SimpleNamespace, tmp_path: Path) -> None:
-    """One line says so, once; the metrics are complete, and no temporary file is left."""
     outputs, said = telemetry(tmp_path, total=1000)
     (tmp_path / "report.html").mkdir()
     for step in range(1, 4):

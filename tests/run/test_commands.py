@@ -65,9 +65,8 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert cli.main(["ls"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert [line.split()[0] for line in lines if line and line[0] not in " `"] == sorted(
-        [*NAMES, "dpo", "qlora", "slurm"]
-    )
+    names = [line.split()[0] for line in lines if line and line[0] not in " `"]
+    assert names == sorted([*NAMES, "dpo", "qlora", "slurm"])
     told = " ".join(" ".join(lines).split())
     for path in (ROOT / "configs").iterdir():
         heads = [line for line in path.read_text().splitlines() if line.startswith("# memory: ")]
@@ -341,13 +340,11 @@ def test_one_modules_weights_are_in_memory_at_a_time(run: Path) -> None:
         model = empty_model(source.model)
         with pytest.raises(TrainerError, match="the model's logits are not numbers"):
             generate(model, load_tokenizer(str(run / "model")), [5], tokens=1, temperature=0, seed=0)
-        asked: list[str] = []
-        most = 0
+        asked, sizes = list[str](), list[int]()
 
         def read(name: str) -> torch.Tensor:
-            nonlocal most
             asked.append(name)
-            most = max(most, held())
+            sizes.append(held())
             return source.read(name)
 
         def held() -> int:
@@ -358,7 +355,7 @@ def test_one_modules_weights_are_in_memory_at_a_time(run: Path) -> None:
         assert set(asked) == set(source.shapes)
         assert asked.count("transformer.wte.weight") == 6  # three tokens, each through the embedding and the head
         assert held() == 0
-        assert most <= max(4 * shape[0] * shape[-1] for shape in source.shapes.values())
+        assert max(sizes) <= max(4 * shape[0] * shape[-1] for shape in source.shapes.values())
 
 
 @pytest.mark.slow
@@ -467,10 +464,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "--model gpt2-10b model.overrides.n_embd=8192 --nvme drive --ram-fraction 0 --save-every 0",
         "/drive (--force runs it anyway)",
     ),
-    "a warm-up longer than the epochs": (
-        "TINY --data long.txt --epochs 0.1 optim.warmup_steps=200",
-        "more than train.steps=",
-    ),
+    "too long a warm-up": ("TINY --data long.txt --epochs 0.1 optim.warmup_steps=200", "more than train.steps="),
     "fp16 of stock DeepSpeed without a GPU": ("--dtype fp16 --engine deepspeed", "fp16 without a GPU"),
     "no such checkpoint": ("--resume nowhere", "nowhere"),
     "another text where a run was": ("--data long.txt --output run TINY", "the text of --data is"),

@@ -342,11 +342,9 @@ def test_killed_and_resumed_with_the_bits_of_one_rank(
     script = [FAULTY, f"2:{killing};3:{killing}"]
     codes, text = run_nodes(*words, *ways, "--output", output, each=2, folder=tmp_path / "nodes", script=script)
     assert codes == [LOST] * 2 + [-KILL] * 2, text
-    by_one = call(*words, *one, output=cut(output, tmp_path / "by one"))
-    assert_same_run(by_one, alone)
+    assert_same_run(call(*words, *one, output=cut(output, tmp_path / "by one")), alone)
     assert_resumed(words, output, folder=tmp_path / "again", alone=alone)
-    back = cut(alone.output, tmp_path / "back")
-    assert_resumed(words, back, folder=tmp_path / "other", alone=alone, spaces=spaces)
+    assert_resumed(words, cut(alone.output, tmp_path / "back"), folder=tmp_path / "other", alone=alone, spaces=spaces)
 
 
 @pytest.mark.slow

@@ -384,8 +384,7 @@ def test_whichever_rank_is_killed(drive: Path, tmp_path: Path) -> None:
     ended = call_ranks(*(word for word in words if word != "tiered.state_copies=2"), output=output, count=3)
     assert [run.code for run in ended] == [0] * 3, ended
     assert gone_on(ended[0]) == before == 4
-    alone = call("--nvme", drive, *ALL, "--accumulate", 3, output=tmp_path / "alone")
-    assert results(output) == results(alone.output)
+    assert results(output) == results(call("--nvme", drive, *ALL, "--accumulate", 3, output=tmp_path / "alone").output)
     assert not list((drive / "offload-trainer").iterdir())
 
 

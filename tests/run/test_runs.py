@@ -143,8 +143,7 @@ def test_a_checkpoint_on_demand(finished, drive: Path, tmp_path: Path) -> None:
     assert not (output / "save").exists()
     (made,) = (output / "checkpoints").iterdir()
     assert made.name == "step-00000005"
-    again = call(*words[:-1], 20, "--resume", made, output=tmp_path / "again")
-    assert again.losses == finished("tiered").losses[5:]
+    assert call(*words[:-1], 20, "--resume", made, output=tmp_path / "again").losses == finished("tiered").losses[5:]
 
 
 @pytest.mark.slow
@@ -255,9 +254,6 @@ def test_run_directory_is_what_is_documented(finished) -> None:
     rates = [learning_rate(number, optim, steps=len(run.steps)) for number in range(len(run.steps))]
     assert [step["lr"] for step in run.steps] == rates
     assert len(set(rates)) > 1
-
-
-# -- epochs ------------------------------------------------------------------------------------------------------------
 
 
 def position(run: Run) -> int:

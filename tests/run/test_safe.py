@@ -83,8 +83,7 @@ def test_no_network_without_a_hub_id(tmp_path: Path) -> None:
         "socket.getaddrinfo = refuse\n"
         "from offload_trainer.cli import main; raise SystemExit(main(sys.argv[1:]))"
     )
-    words = [*TINY, "--steps", 2, "--output", tmp_path / "out"]
-    argv = [command()[0], "-c", code, *map(str, words)]
+    argv = [command()[0], "-c", code, *map(str, [*TINY, "--steps", 2, "--output", tmp_path / "out"])]
     done = subprocess.run(argv, capture_output=True, text=True, env=environment(HF_HUB_OFFLINE="0"))
     assert done.returncode == 0, done.stderr
 

@@ -282,20 +282,17 @@ def test_traffic_of_all_ranks_is_summed_and_rows_that_they_share_count_once(
     unknown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Traffic is unknown if one rank cannot measure its own; two ranks that report one row's tokens are one group."""
-    other = (1, None if unknown else 2, 30)
-    monkeypatch.setattr(loop, "all_gather_json", lambda said: [said, other])
+    monkeypatch.setattr(loop, "all_gather_json", lambda said: [said, (1, None if unknown else 2, 30)])
     for world, tokens in ((2, 40), (1, 20)):
         job: Any = SimpleNamespace(engine=SimpleNamespace(world=world))
-        found = loop._of_all_ranks(job, IoCount(4, 5), tokens=10)
-        assert found == (IoCount(5, None if unknown else 7), tokens)
+        assert loop._of_all_ranks(job, IoCount(4, 5), tokens=10) == (IoCount(5, None if unknown else 7), tokens)
 
 
 def test_a_checkpoint_on_request_that_cannot_be_made_is_said_and_a_directory_requests_none(tmp_path: Path) -> None:
     messages: list[str] = []
     job: Any = SimpleNamespace(train=SimpleNamespace(steps=9), save_every=0, cannot_save="no moments", checkpoints=None)
     job.say = messages.append
-    state = TrainState(step=3, tokens=0, data_position=0)
-    loop._save_if_due(job, state, stopping=False, wished=True, ended=False)
+    loop._save_if_due(job, TrainState(step=3, tokens=0, data_position=0), stopping=False, wished=True, ended=False)
     assert messages == ["no checkpoint was made: no moments"]
     (tmp_path / "save").mkdir()
     job.telemetry, job.save_request_file = True, tmp_path / "save"

@@ -92,8 +92,7 @@ def test_runs_that_start_at_once(cache: Path, drive: Path, tmp_path: Path, monke
     for one in (short, in_ram, replace(due, plan=replace(due.plan, tiers=no_room)), machines, stock):
         assert not machine_rates.is_due(one)
     gpu = replace(in_ram, machine=read_machine("v100-32gb"))
-    moves = replace(gpu, plan=replace(gpu.plan, traffic=due.plan.traffic))
-    assert machine_rates.is_due(moves)
+    assert machine_rates.is_due(replace(gpu, plan=replace(gpu.plan, traffic=due.plan.traffic)))
     # Without rates all blocks are recomputed, also where nothing moves: 6 * 1e9 * 4096 * 20000 operations.
     recomputes = with_work(gpu, checkpointed=2, shape=SHAPES["gpt2-large"], seq_len=4096)
     assert machine_rates.is_due(recomputes)

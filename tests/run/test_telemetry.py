@@ -515,8 +515,7 @@ def test_the_page_follows_the_run(clock: SimpleNamespace, tmp_path: Path) -> Non
         page = (tmp_path / "report.html").read_text()
         if not shown or page != shown[-1]:
             shown.append(page)
-    steps = [facts_of(page)["steps"] for page in shown]
-    assert steps == [f"{step} of 100000" for step in (1, 21, 41)]
+    assert [facts_of(page)["steps"] for page in shown] == [f"{step} of 100000" for step in (1, 21, 41)]
     facts = {"training loss": "11.1795", "a step": "0.5 s", "tokens a second": "1.02 k", "time left": "13 h 53 min"}
     assert facts.items() <= facts_of(shown[-1]).items()
     assert RELOAD in shown[-1]
@@ -596,9 +595,8 @@ def test_runs_have_different_lines_and_their_names_below() -> None:
 
 
 def a_run(directory: Path, *words: str, steps: int = 6, **row: Any) -> Path:
-    machine = read_machine("h200")
     wished = load_config(["--model", "gpt2-xl", *words])
-    plan = make_plan(wished, SHAPES["gpt2-xl"], machine)
+    plan = make_plan(wished, SHAPES["gpt2-xl"], read_machine("h200"))
     directory.mkdir()
     (directory / "config.yaml").write_text(dump_config(resolved(wished, plan)))
     (directory / "plan.json").write_text(json.dumps(plan.to_json()))
@@ -647,12 +645,12 @@ def test_differing_settings_and_their_results(tmp_path: Path) -> None:
 
 
 def test_in_columns_as_json_and_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Directories without a run are named."""
     runs = [str(a_run(tmp_path / name, "--lr", rate)) for name, rate in (("one", "1e-3"), ("another", "2e-3"))]
     assert cli.main(["report", *runs]) == 0
     lines = capsys.readouterr().out.splitlines()
-    second = lines[0].index("another")
     (rate,) = [line for line in lines if line.startswith("optim.lr ")]
-    assert rate[second:] == "0.002"
+    assert rate[lines[0].index("another") :] == "0.002"
     assert cli.main(["report", runs[0], "--json", *runs[1:]]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [one["directory"] for one in found] == runs
@@ -663,12 +661,8 @@ def test_in_columns_as_json_and_as_a_page(tmp_path: Path, capsys: pytest.Capture
     assert ["", "one", "another"] in rows_of(text)
     assert ["optim.lr", "0.001", "0.002"] in rows_of(text)
     assert text.count("<polyline") == 2
-
-
-def test_directories_without_a_run_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no run: .*config\.yaml: No such file"):
         compared([tmp_path])
-    broken = a_run(tmp_path / "broken")
-    (broken / "plan.json").write_text("{}")
+    (tmp_path / "one/plan.json").write_text("{}")
     with pytest.raises(UserError, match="was not written by a run"):
-        compared([broken])
+        compared([tmp_path / "one"])

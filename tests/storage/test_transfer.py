@@ -44,9 +44,8 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Transfers]:
 
 
 def filled(size: int, seed: int) -> torch.Tensor:
-    buffer = host_buffer(size)
     generator = torch.Generator().manual_seed(seed)
-    return buffer.copy_(torch.randint(256, (size,), dtype=torch.uint8, generator=generator))
+    return host_buffer(size).copy_(torch.randint(256, (size,), dtype=torch.uint8, generator=generator))
 
 
 def test_many_concurrent_transfers_are_complete(transfers: Transfers, drive: Path) -> None:
@@ -225,13 +224,19 @@ def test_several_writers_make_the_file_of_one(tmp_path: Path, seed: int) -> None
     assert (tmp_path / "parts").read_bytes() == data
 
 
-def test_a_full_disk_is_reported_with_the_file(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_or_has_gaps_is_an_error(tmp_path: Path) -> None:
     os.symlink("/dev/full", tmp_path / "x")
     writer = PlacedWriter(tmp_path / "x", ENTRIES)
     with pytest.raises(TrainerError, match=r"x: No space left on device after 0 bytes; free space"):
         writer.put("c", 0, torch.zeros(77, dtype=torch.uint8))
     with pytest.raises(TrainerError, match=r"No space left on device after \d+ bytes"):
         PlacedWriter(Path("/dev/full"), ENTRIES, whole=True)
+    with pytest.raises(AssertionError, match="follows byte 8"):
+        file_of([Piece(0, 8, 1), Piece(9, 3, 2)])
+    writer = PlacedWriter(tmp_path / "gaps", ENTRIES, whole=True)
+    writer.put("a", 0, torch.zeros(5))
+    with pytest.raises(AssertionError, match=r"\d+ of \d+ bytes were written"):
+        writer.close()
 
 
 # -- records that are replaced atomically: if one is torn, the one before it is read -----------------------------------
@@ -281,15 +286,6 @@ def test_a_record_that_is_torn_is_the_one_before(tmp_path: Path) -> None:
     path.write_bytes(after[8192:] + after[:8192])  # the slots exchanged
     with pytest.raises(ValueError, match=r"neither of its two slots is whole$"):
         read_record(path, most=5000)
-
-
-def test_unwritten_parts_make_no_file(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="follows byte 8"):
-        file_of([Piece(0, 8, 1), Piece(9, 3, 2)])
-    writer = PlacedWriter(tmp_path / "x", ENTRIES, whole=True)
-    writer.put("a", 0, torch.zeros(5))
-    with pytest.raises(AssertionError, match=r"\d+ of \d+ bytes were written"):
-        writer.close()
 
 
 # -- invalid values: none with NaN, infinity or a wrong sign is saved, exported or trained -----------------------------

@@ -1,16 +1,18 @@
-"""Tests of a run's end: signals in each phase, with and without output; runs without checkpoints; Slurm's file."""
+"""Tests of a run's end: signals in each phase; runs without checkpoints; faults of disks and drives; Slurm's file."""
 
 import fcntl
 import os
 import re
 import signal
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commands import COMMAND, TINY, assert_same_run, call, environment, everything, faulty, results, run_script
+from commands import COMMAND, TINY, Run, assert_same_run, call, environment, everything, faulty, results, run_script
 from dead_run_files import died
 from safetensors.torch import load_file
+from test_runs import finished  # noqa: F401  # a fixture
 
 from offload_trainer.run.checkpoint import complete_checkpoints, read_manifest
 from offload_trainer.storage.owned_dirs import ScratchDirectory
@@ -86,8 +88,7 @@ def test_a_run_without_checkpoints_is_done_once(tmp_path: Path) -> None:
     output = tmp_path / "out"
     call(*NEVER, output=output)
     before = everything(output)
-    same = ["optim.kernel=torch", "train.eval_every=3", "--ram-fraction", "1"]
-    for words in ([], same):
+    for words in ([], ["optim.kernel=torch", "train.eval_every=3", "--ram-fraction", "1"]):
         assert "done before: 5 steps; the weights are in" in call(*NEVER, *words, output=output).text
     for words, told in (
         (["--steps", 7], "differs in train.steps"),
@@ -134,8 +135,8 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
     assert everything(tmp_path) == before
 
 
-def test_exports_of_a_run_without_checkpoints(tmp_path: Path) -> None:
-    """`export RUN` uses the final weights, not an older checkpoint that a user had requested."""
+def test_an_export_of_a_run_without_checkpoints_has_its_final_weights(tmp_path: Path) -> None:
+    """Not those of an older checkpoint that a user had requested, whose own export says so."""
     output = tmp_path / "out"
     assert faulty("USR1@step=2", *NEVER, output=output).code == 0
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000002"]
@@ -145,6 +146,13 @@ def test_exports_of_a_run_without_checkpoints(tmp_path: Path) -> None:
     assert held.keys() == given.keys()
     assert all(held[name].equal(given[name]) for name in given)
     assert "in fp32, from the run after step 5." in " ".join((tmp_path / "hf/README.md").read_text().split())
+    older = run_script(COMMAND, "export", output / "checkpoints/step-00000002", tmp_path / "older", "--check")
+    assert "in fp16 to" in older.stdout, older.stderr
+    assert "read back: every header, and a sample of " in older.stdout
+    card = (tmp_path / "older/README.md").read_text()
+    assert "Weights in fp16, from the masters of step-00000002." in card
+    assert 'optim.master_dtype: "fp32"\n' in card
+    assert "already holds something" in run_script(COMMAND, "export", output, tmp_path / "older").stderr
 
 
 def test_a_signal_without_checkpoints_saves_one(tmp_path: Path) -> None:
@@ -167,15 +175,125 @@ def test_no_room_for_a_checkpoint_at_a_signal(tmp_path: Path) -> None:
     stopped = faulty("INT@step=3;EIO@room", *NEVER, output=output)
     assert stopped.code == 128 + signal.SIGINT
     assert "no checkpoint was made" in stopped.text
-    assert (
-        f"stopped after step 3; the weights are in {output / 'export'}, but no checkpoint could be made" in stopped.text
-    )
+    assert f"stopped after step 3; the weights are in {output / 'export'}, but no checkpoint" in stopped.text
     kept = everything(output)
     refused = call(*NEVER, output=output, check=False)
     assert (refused.code, "ended after step 3 and left no checkpoint" in refused.text) == (2, True), refused.text
     assert everything(output) == kept
     words = [word for word in NEVER if "overrides" not in str(word)]
     assert "done: 5 steps" in call(*words, "--model", output / "export", output=tmp_path / "on").text
+
+
+# -- faults of disks and drives: a message, no loss, and a rerun with the bits of an undisturbed run -------------------
+
+
+@pytest.fixture(scope="session")
+def alone(finished: Callable[[str], Run]) -> Run:  # noqa: F811
+    return finished("tiered")
+
+
+@pytest.fixture
+def words(drive: Path, tmp_path: Path) -> list:
+    (tmp_path / "drive").mkdir()
+    length = ["--steps", 20, "train.eval_every=0", "--lr", "1e-3", "--save-every", 4, "save.keep=2"]
+    places = ["--optimizer", "nvme", "--ram-fraction", "0.5", "tiered.overlap=forward"]
+    return ["--nvme", tmp_path / "drive", *TINY, *length, *places]
+
+
+def saved(output: Path, step: int) -> Path:
+    """Return the file that is there once the checkpoint of that step is complete."""
+    return output / f"checkpoints/step-{step:08d}/MANIFEST.json"
+
+
+def assert_told(run: Run, *texts: str) -> None:
+    assert run.code == 1, run.text[-3000:]
+    assert "Traceback" not in run.text, run.text[-3000:]
+    for text in texts:
+        assert re.search(text, run.text), run.text[-3000:]
+
+
+def assert_goes_on(words: list, output: Path, alone: Run) -> None:
+    for checkpoint in complete_checkpoints(output / "checkpoints"):
+        read_manifest(checkpoint)
+    run = call(*words, output=output)
+    assert "resumed from" in run.text
+    assert_same_run(run, alone)
+    assert not [path for path in (output / "checkpoints").iterdir() if path.name.startswith(".")]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a 40 MB filesystem from a file; skip the test if this user may not mount."""
+    folder, image = tmp_path / "disk", tmp_path / "disk.image"
+    folder.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(40 << 20)
+    made = subprocess.run(["mkfs.ext4", "-q", "-m", "0", "-b", "1024", image], capture_output=True, check=False)
+    if made.returncode or not mount(image, folder):
+        pytest.skip("no filesystem can be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", folder], capture_output=True)
+
+
+def mount(image: Path, folder: Path) -> bool:
+    return subprocess.run(["mount", "-o", "loop", image, folder], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        # The first is noticed when a line of metrics needs a new block, every second line or so; the second fills up
+        # after the check of free space.
+        ("pause~{saved}+full~{disk}@metrics=5", "metrics.jsonl"),
+        ("full~{disk}@save=2", "step-00000008.*No space left on device"),
+        ("low~{disk}@room=2", "are free; older checkpoints are untouched"),
+    ],
+)
+def test_a_full_disk(fault: str, told: str, disk: Path, words: list, alone: Run) -> None:
+    """A step or a save that fails leaves nothing, and the checkpoint before it stays."""
+    output = disk / "out"
+    assert_told(faulty(fault.format(disk=disk, saved=saved(output, 4)), *words, output=output), told)
+    assert [path.name for path in complete_checkpoints(output / "checkpoints")] == ["step-00000004"]
+    assert not list((output / "checkpoints").glob(".*"))
+    (disk / "filler").unlink()
+    assert_goes_on(words, output, alone)
+
+
+def test_a_full_disk_in_an_export(disk: Path, alone: Run) -> None:
+    export = ["export", alone.output, disk / "hf", "--dtype", "fp32"]
+    assert_told(faulty(f"full~{disk}@export", *export), "No space left on device", "model.safetensors")
+    assert sorted(path.name for path in disk.iterdir()) == ["filler", "lost+found"]
+    refused = run_script(COMMAND, *export)
+    assert refused.returncode == 2
+    assert "are needed there, and" in refused.stderr
+    (disk / "filler").unlink()
+    assert run_script(COMMAND, *export).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("EIO@read=32", "could not be read: Input/output error.* the same command resumes from the checkpoint step-"),
+        # A write beyond the cut extends the file again; then the page's checksum fails.
+        ("pause~{saved}+sh~truncate -s 65536 {state}@line=6", "state: cut short|does not have the CRC-32"),
+    ],
+)
+def test_a_drive_that_fails(fault: str, told: str, words: list, alone: Run, tmp_path: Path) -> None:
+    """After an error within an update, the run resumes from a checkpoint without half an update."""
+    output, state = tmp_path / "out", tmp_path / "drive/offload-trainer/run-*/state"
+    run = faulty(fault.format(saved=saved(output, 4), state=state), *words, output=output)
+    assert_told(run, told)
+    assert 4 < len(run.steps) < 20
+    assert_goes_on(words, output, alone)
+
+
+def test_the_output_s_mount_vanishes(disk: Path, words: list, alone: Run) -> None:
+    output = disk / "out"
+    run = faulty(f"pause~{saved(output, 8)}+sh~umount -l {disk}@line=11", *words, output=output)
+    assert_told(run, "is not the directory that this run began in", "Mount it")
+    assert list(disk.iterdir()) == []
+    assert mount(disk.with_name("disk.image"), disk)
+    assert_goes_on(words, output, alone)
 
 
 # -- the file for Slurm, with stand-ins for Slurm's programs -----------------------------------------------------------

@@ -95,8 +95,7 @@ def _moments(state: State, name: str) -> dict[str, torch.Tensor]:
 
 def imported(source: Path, run: Path, *words: str, notes: list[str] | None = None) -> Imported:
     """Import `source` as the command with `words` does; check the manifest of what it wrote."""
-    config = load_config(list(words))
-    done = import_checkpoint(source, run, config, say=(notes if notes is not None else []).append)
+    done = import_checkpoint(source, run, load_config(list(words)), say=(notes if notes is not None else []).append)
     read_manifest(done.checkpoint)
     return done
 
@@ -122,9 +121,8 @@ MODELS: dict[str, tuple[str, bool, list[str]]] = {
 
 
 def trained(folder: Path, name: str, *, frozen: list[str], tied: bool, **changes: Any) -> Trainer:
-    model = AutoModelForCausalLM.from_pretrained(
-        random_weights(model_directory(folder / "model", name, tied=tied)), dtype=torch.float32
-    )
+    directory = random_weights(model_directory(folder / "model", name, tied=tied))
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for parameter_name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(re.search(pattern, parameter_name) for pattern in frozen))
     words: dict[str, Any] = {"max_steps": LENGTH, "save_steps": HALF, "logging_steps": 1, "report_to": "none"}
@@ -220,8 +218,7 @@ def test_the_next_rates_are_the_trainers(kind: str, tmp_path: Path) -> None:
 
 def test_overflows_hold_the_schedule_up_there_and_here(copied: tuple[Path, list[str]], tmp_path: Path) -> None:
     checkpoint, words = copied
-    scheduler = torch.load(checkpoint / "scheduler.pt")
-    torch.save(scheduler | {"last_epoch": LENGTH - 2}, checkpoint / "scheduler.pt")
+    torch.save(torch.load(checkpoint / "scheduler.pt") | {"last_epoch": LENGTH - 2}, checkpoint / "scheduler.pt")
     assert "optim.schedule_delay=3" in imported(checkpoint, tmp_path / "run", *words).words
 
 
@@ -230,26 +227,15 @@ def test_other_optimizers_and_other_models_are_refused(copied: tuple[Path, list[
     refused: list[tuple[Callable[[Any, Any], object], str]] = [
         (lambda groups, _: [group.update(amsgrad=True) for group in groups], "its optimizer has amsgrad=True"),
         (lambda groups, _: [group.pop("amsgrad") for group in groups], "nor AdamW: its groups have no amsgrad"),
-        (
-            lambda _, state: state[0].update(exp_avg=torch.zeros(3)),
-            r"1 moments do not have the shapes of the model's weights, the first: parameter 0 \(3,\)",
-        ),
+        (lambda _, state: state[0].update(exp_avg=torch.zeros(3)), r"1 moments do not have .*: parameter 0 \(3,\)"),
         (
             lambda groups, _: [group.update(weight_decay=0.1, decoupled_weight_decay=False) for group in groups],
             r"Adam with weight_decay=0\.1 added to the gradient",
         ),
-        (
-            lambda _, state: state.update({0: {"momentum_buffer": torch.zeros(2)}}),  # SGD
-            "neither torch's Adam nor its AdamW: parameter 0 has momentum_buffer, expected exp_avg, exp_avg_sq, step",
-        ),
-        (
-            lambda groups, _: groups[0]["params"].pop(),
-            r"groups of \[\d+, \d+\] parameters; the model has .* Freeze with model\.freeze",
-        ),
-        (
-            lambda _, state: state[0]["exp_avg_sq"].fill_(-1),
-            r"exp_avg_sq of \S+: \d+ of \d+ values are NaN, infinite or negative",
-        ),
+        # SGD
+        (lambda _, state: state.update({0: {"momentum_buffer": torch.zeros(2)}}), "parameter 0 has momentum_buffer"),
+        (lambda groups, _: groups[0]["params"].pop(), r"groups of \[\d+, \d+\] parameters; .* with model\.freeze"),
+        (lambda _, state: state[0]["exp_avg_sq"].fill_(-1), r"exp_avg_sq of \S+: \d+ of \d+ values .*negative"),
     ]
     folder, words = copied
     whole = (folder / "optimizer.pt").read_bytes()
@@ -323,8 +309,7 @@ def test_an_import_holds_a_few_weights(write: Callable[[Path, State], None], tmp
         assert peak() - before < limit
 
     assert in_a_fork(weighed) == 0
-    checkpoint = tmp_path / f"run/checkpoints/step-{STEP:08d}"
-    assert_same_state(state_of(checkpoint), held)
+    assert_same_state(state_of(tmp_path / f"run/checkpoints/step-{STEP:08d}"), held)
 
 
 # -- checkpoints of FSDP2 ----------------------------------------------------------------------------------------------
@@ -483,13 +468,12 @@ def test_checkpoints_of_other_models_are_refused(tmp_path: Path) -> None:
         assert not bomb.path.exists()
 
     dcp.save({"model": weights, "optim": optimizer}, checkpoint_id=str(copy), no_dist=True)
-    for number, (why, changes) in enumerate(
-        (
-            (r"11 missing there: model\.layers\.5\.", {"num_hidden_layers": 6}),
-            (r"11 not in the model: model\.layers\.\d\.", {"num_hidden_layers": 4}),
-            (r"15 of another shape: \S+mlp\.\S+ \(100, 72\), in the model \(104, 72\)", {"intermediate_size": 104}),
-        )
-    ):
+    others: dict[str, dict[str, int]] = {
+        r"11 missing there: model\.layers\.5\.": {"num_hidden_layers": 6},
+        r"11 not in the model: model\.layers\.\d\.": {"num_hidden_layers": 4},
+        r"15 of another shape: \S+mlp\.\S+ \(100, 72\), in the model \(104, 72\)": {"intermediate_size": 104},
+    }
+    for number, (why, changes) in enumerate(others.items()):
         other = model_directory(tmp_path / f"other{number}", "qwen3", tied=False, **changes)
         refused(why, "--model", str(other), "--scratch")
     refused("frozen by model.freeze, with moments there", *given, "model.freeze=['norm']")

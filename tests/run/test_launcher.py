@@ -165,8 +165,7 @@ def test_the_launcher_ends_ranks_and_passes_signals_on(
 
     assert in_a_fork(work) == code
     assert [path.read_text().strip() for path in sorted(tmp_path.glob("told-*"))] == expected_text
-    told = capfd.readouterr().err
-    assert told == ("offload-train: stopped by SIGTERM; it goes on\n" if code == 128 + 15 else "")
+    assert capfd.readouterr().err == ("offload-train: stopped by SIGTERM; it goes on\n" if code == 128 + 15 else "")
 
 
 def test_a_rank_without_a_launcher_ends() -> None:
@@ -248,6 +247,7 @@ def test_another_program_and_other_data_are_named(monkeypatch: pytest.MonkeyPatc
 # -- several nodes, here processes numbered as torchrun does -----------------------------------------------------------
 
 NODES = 2
+TWO = ["--accumulate", "2"]  # of two ranks, in steps of four micro-batches
 # A program of Python that runs another one in the network namespace that its first word names.
 INSIDE = "import os, sys; os.execvp('ip', ['ip', 'netns', 'exec', sys.argv[1], sys.executable, *sys.argv[2:]])"
 
@@ -308,13 +308,9 @@ def run_nodes(
     return codes, "\n".join(path.read_text(errors="replace")[-3000:] for path in told)
 
 
-def by(ranks: int) -> list[str]:
-    return ["--accumulate", str(4 // ranks)]
-
-
 def assert_resumed(words: Sequence[object], output: Path, *, alone: Run, **where: Any) -> None:
     """Check that two nodes of one rank resume to the end of the run that one rank made."""
-    codes, text = run_nodes(*words, *by(2), "tiered.state_copies=2", "--output", output, each=1, **where)
+    codes, text = run_nodes(*words, *TWO, "tiered.state_copies=2", "--output", output, each=1, **where)
     assert codes == [0, 0], text
     assert "no page files to resume from: this run has 2 nodes" in text
     assert "resumed from" in text
@@ -331,7 +327,7 @@ def cut(run: Path, to: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ways", [by(4), [*by(2), "parallel.pipeline=2"]])
+@pytest.mark.parametrize("ways", [["--accumulate", "1"], [*TWO, "parallel.pipeline=2"]])
 def test_killed_and_resumed_with_the_bits_of_one_rank(
     ways: Sequence[object], spaces: list[str], tmp_path: Path, drive: Path
 ) -> None:
@@ -339,18 +335,16 @@ def test_killed_and_resumed_with_the_bits_of_one_rank(
     words = [*TINY, "--scratch", "--dtype", "bf16", "--engine", "tiered", "--save-every", "2", "--steps", "6"]
     words += [f"model.overrides.{name}=0.1" for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
     words += ["--optimizer", "nvme", "--ram-fraction", "0.5", "--params", "cpu"]
-    one = [*by(1), "--nvme", drive]
+    one = ["--accumulate", "4", "--nvme", drive]
     alone = call(*words, *one, output=tmp_path / "alone")
     output = tmp_path / "killed"
     killing = f"pause~{output}/checkpoints/step-00000002/MANIFEST.json+kill@step=4"
     script = [FAULTY, f"2:{killing};3:{killing}"]
     codes, text = run_nodes(*words, *ways, "--output", output, each=2, folder=tmp_path / "nodes", script=script)
     assert codes == [LOST] * 2 + [-KILL] * 2, text
-    by_one = call(*words, *one, output=cut(output, tmp_path / "by one"))
-    assert_same_run(by_one, alone)
+    assert_same_run(call(*words, *one, output=cut(output, tmp_path / "by one")), alone)
     assert_resumed(words, output, folder=tmp_path / "again", alone=alone)
-    back = cut(alone.output, tmp_path / "back")
-    assert_resumed(words, back, folder=tmp_path / "other", alone=alone, spaces=spaces)
+    assert_resumed(words, cut(alone.output, tmp_path / "back"), folder=tmp_path / "other", alone=alone, spaces=spaces)
 
 
 @pytest.mark.slow
@@ -449,7 +443,6 @@ def test_killed_ranks_are_restarted(alone: Run, seed: int, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_run_whose_torchrun_is_told_to_stop_is_not_restarted(alone: Run, tmp_path: Path) -> None:
-    """torchrun ends with the run, which has saved its step; the same command resumes."""
     first, output = tmp_path / "first", tmp_path / "out"
     # Rank 0 tells torchrun, and waits until that has passed the signal on, to all processes of its session.
     stop = "trap '' TERM\nkill -TERM $(awk '/^PPid/ {print $2}' /proc/$PPID/status)"

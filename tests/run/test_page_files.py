@@ -108,10 +108,9 @@ def test_repeated_kills_also_during_the_start(drive: Path, tmp_path: Path, alone
 
 @pytest.mark.slow
 def test_a_loss_scale_and_skipped_steps_are_resumed(drive: Path, tmp_path: Path) -> None:
-    other = drive / "other"
-    other.mkdir()
-    more = ["--dtype", "fp16", "optim.moment_dtype=8bit", "--steps", 40]
-    words = ["--nvme", drive, "--nvme", other, *ALL, *more]
+    (drive / "other").mkdir()
+    words = ["--nvme", drive, "--nvme", drive / "other", *ALL]
+    words += ["--dtype", "fp16", "optim.moment_dtype=8bit", "--steps", 40]
     alone, begun = tmp_path / "alone", {"LOSS_SCALE": f"{2**40},2"}
     done = faulty("none", *words, "tiered.state_copies=1", output=alone, **begun)
     assert done.code == 0, done.text
@@ -124,16 +123,6 @@ def test_a_loss_scale_and_skipped_steps_are_resumed(drive: Path, tmp_path: Path)
     run = call(*words, output=tmp_path / "run")
     assert gone_on(run) == first + 7
     assert results(run.output) == whole
-
-
-@pytest.mark.slow
-def test_bf16_masters_are_resumed(drive: Path, tmp_path: Path) -> None:
-    words = ["--nvme", drive, *ALL, "--dtype", "bf16", "optim.master_dtype=bf16"]
-    alone = call(*words, "tiered.state_copies=1", output=tmp_path / "alone")
-    killed("record=4", *words, output=tmp_path / "run")
-    run = call(*words, output=tmp_path / "run")
-    assert gone_on(run) is not None
-    assert results(run.output) == results(alone.output)
 
 
 @pytest.mark.slow
@@ -256,7 +245,6 @@ def test_a_start_that_cannot_use_them_is_refused(drive: Path, tmp_path: Path, al
 
 @pytest.mark.slow
 def test_an_older_checkpoint_and_never_discard_page_files(drive: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
-    """A kill before or after the checkpoint is loaded changes no bit."""
     words = ["--nvme", drive, *ALL, "--save-every", 2]
     killed("line=6", *words, output=tmp_path / "run")  # the save of step 4 has waited for that of step 2
     said = refused(*words, "--ram-fraction", "0.5", output=tmp_path / "run")
@@ -320,16 +308,22 @@ def test_settings_of_the_page_files(drive: Path, tmp_path: Path) -> None:
     assert "note: optim.lr is 0.005; the page files' run was saved with" in run.text
 
 
-def test_only_their_own_run_takes_page_files(drive: Path, tmp_path: Path) -> None:
+def test_only_their_own_run_takes_page_files_which_are_not_exported(drive: Path, tmp_path: Path) -> None:
     """Another run removes what dead runs left, except page files; those of a lost run directory stay and are named."""
     killed("record=3", "--nvme", drive, *ALL, output=tmp_path / "run")
     (lease,) = (drive / "offload-trainer").iterdir()
+    for source in (lease, tmp_path / "run"):
+        with pytest.raises(UserError, match="repeat its command, which resumes from them"):
+            opened(source).__enter__()
     stranger = dead_lease(drive / "offload-trainer")
     assert dead_runs(drive) == [stranger]
     assert dead_runs(drive, listed=tmp_path / "run/pages") == sorted([stranger, lease])
-    with leased(drive):
+    with leased(drive) as living:
         assert lease.exists()
         assert not stranger.exists()
+        (living / "state").write_bytes(bytes(8192))
+        with pytest.raises(UserError, match="its run is alive"):
+            opened(living).__enter__()
     (tmp_path / "run").rename(tmp_path / "moved")
     assert dead_runs(drive) == []
     messages: list[str] = []
@@ -338,19 +332,6 @@ def test_only_their_own_run_takes_page_files(drive: Path, tmp_path: Path) -> Non
     (line,) = messages
     assert f"{lease} stays: it has the page files of the run in {tmp_path}/run" in line
     assert lease.exists()
-
-
-@pytest.mark.slow
-def test_page_files_are_not_exported(drive: Path, tmp_path: Path) -> None:
-    with leased(drive) as lease:
-        (lease / "state").write_bytes(bytes(8192))
-        with pytest.raises(UserError, match="its run is alive"):
-            opened(lease).__enter__()
-    killed("page=110", "--nvme", drive, *ALL, output=tmp_path / "run")
-    (lease,) = (drive / "offload-trainer").iterdir()
-    for source in (lease, tmp_path / "run"):
-        with pytest.raises(UserError, match="repeat its command, which resumes from them"):
-            opened(source).__enter__()
 
 
 @pytest.mark.slow
@@ -400,23 +381,22 @@ def test_whichever_rank_is_killed(drive: Path, tmp_path: Path) -> None:
     assert [run.code for run in ended] == [2] * 2, ended
     assert "3 rank(s), and this run has 2: use --gpus 3" in ended[0].text
     assert folders_in(output / "pages") == [folder]
-    said_nothing_of_places = [word for word in words if word != "tiered.state_copies=2"]
-    ended = call_ranks(*said_nothing_of_places, output=output, count=3)
+    ended = call_ranks(*(word for word in words if word != "tiered.state_copies=2"), output=output, count=3)
     assert [run.code for run in ended] == [0] * 3, ended
     assert gone_on(ended[0]) == before == 4
-    alone = call("--nvme", drive, *ALL, "--accumulate", 3, output=tmp_path / "alone")
-    assert results(output) == results(alone.output)
+    assert results(output) == results(call("--nvme", drive, *ALL, "--accumulate", 3, output=tmp_path / "alone").output)
     assert not list((drive / "offload-trainer").iterdir())
 
 
 @pytest.mark.slow
-def test_small_pages_resume_with_another_number_of_ranks(drive: Path, tmp_path: Path) -> None:
-    words, output = ["--nvme", drive, *TIERED, "tiered.page_size=4096"], tmp_path / "run"
+def test_small_pages_with_bf16_masters_resume_with_another_number_of_ranks(drive: Path, tmp_path: Path) -> None:
+    bf16, output = ["--dtype", "bf16", "optim.master_dtype=bf16"], tmp_path / "run"
+    words = ["--nvme", drive, *TIERED, *bf16, "tiered.page_size=4096"]
     one_killed("1:kill@flip=3", *words, output=output, count=2)
     killed("record=2", *words, "--accumulate", 2, output=output)
     (ended, _) = call_ranks(*words, output=output, count=2)
     assert gone_on(ended) in (4, 5)
-    alone = call("--nvme", drive, *ALL, "--accumulate", 2, output=tmp_path / "alone")
+    alone = call("--nvme", drive, *ALL, *bf16, "--accumulate", 2, output=tmp_path / "alone")
     assert results(output) == results(alone.output)
 
 

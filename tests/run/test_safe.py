@@ -83,8 +83,7 @@ def test_no_network_without_a_hub_id(tmp_path: Path) -> None:
         "socket.getaddrinfo = refuse\n"
         "from offload_trainer.cli import main; raise SystemExit(main(sys.argv[1:]))"
     )
-    words = [*TINY, "--steps", 2, "--output", tmp_path / "out"]
-    argv = [command()[0], "-c", code, *map(str, words)]
+    argv = [command()[0], "-c", code, *map(str, [*TINY, "--steps", 2, "--output", tmp_path / "out"])]
     done = subprocess.run(argv, capture_output=True, text=True, env=environment(HF_HUB_OFFLINE="0"))
     assert done.returncode == 0, done.stderr
 
@@ -183,19 +182,17 @@ def held(folder: Path) -> Iterator[int]:
         yield hold(stack, folder, Log(loud=False), create=True)
 
 
-@pytest.mark.parametrize("name", [*WRITTEN, "model/config.json", "pages", "save"])
-def test_a_file_that_a_run_would_replace_is_the_users_own(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text("mine")
-    with pytest.raises(UserError, match=rf"holds {name.partition('/')[0]}, which a run there would replace"):
-        refuse_strangers(tmp_path)
-    with held(tmp_path):
-        refuse_strangers(tmp_path)  # files next to the mark belong to a run
-
-
-def test_links_and_directories_in_place_of_files_are_refused(tmp_path: Path) -> None:
-    for number, make in enumerate((lambda path: path.symlink_to("elsewhere"), os.mkfifo, Path.mkdir)):
+def test_what_a_run_would_replace_is_the_users_own(tmp_path: Path) -> None:
+    for number, name in enumerate((*WRITTEN, "model/config.json", "pages", "save")):
         here = tmp_path / str(number)
+        (here / name).parent.mkdir(parents=True)
+        (here / name).write_text("mine")
+        with pytest.raises(UserError, match=rf"holds {name.partition('/')[0]}, which a run there would replace"):
+            refuse_strangers(here)
+        with held(here):
+            refuse_strangers(here)  # files next to the mark belong to a run
+    for number, make in enumerate((lambda path: path.symlink_to("elsewhere"), os.mkfifo, Path.mkdir)):
+        here = tmp_path / f"other{number}"
         refuse_strangers(here)
         (here / "checkpoints").mkdir(parents=True)
         (here / "notes.txt").write_text("mine")
@@ -284,7 +281,6 @@ def test_a_link_is_not_appended_to_and_tensors_behind_it_are_read(tmp_path: Path
 
 
 def test_a_generation_config_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
-    """The model's own is copied to the run directory as it is."""
     file = tmp_path / "generation_config.json"
     file.write_text('{"temperature": NaN}')
     stop_at(file, (7,))

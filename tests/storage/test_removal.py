@@ -1,8 +1,4 @@
-"""Tests of deletion: only what this program has made and marked is deleted, and kills at any moment leave nothing that
-blocks a later start.
-
-`test_every_removal_is_known` walks the code. A table here lists every removal, rename and replacement of a file.
-"""
+"""Tests of deletion: only what this program has made and marked is deleted, and no kill leaves what blocks a start."""
 
 import ast
 import os
@@ -26,7 +22,7 @@ from offload_trainer.storage.atomic_io import bytes_below
 from offload_trainer.storage.manifest import MANIFEST
 from offload_trainer.storage.owned_dirs import MARK, NotOwned, ScratchDirectory, clear, remove_dead, replacing
 from offload_trainer.storage.retention import remove_leftovers
-from offload_trainer.storage.scratch_dir import dead_runs, hold, leased, named_in, wait_for_ranks
+from offload_trainer.storage.scratch_dir import dead_runs, leased, named_in
 
 HOUSE = Path(__file__).resolve().parents[2]
 
@@ -139,7 +135,7 @@ def test_directories_that_no_lease_created_stay(case: str, tmp_path: Path) -> No
 # -- the one function --------------------------------------------------------------------------------------------------
 
 
-def test_no_link_is_followed_and_nothing_outside_touched(tmp_path: Path) -> None:
+def test_no_link_is_followed_and_nothing_outside_or_in_use_is_touched(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "work").write_text("precious")
@@ -148,7 +144,10 @@ def test_no_link_is_followed_and_nothing_outside_touched(tmp_path: Path) -> None
         (place.path / "below").mkdir()
         (place.path / "below/link").symlink_to(outside / "work")
         (place.path / "below/dangling").symlink_to(tmp_path / "nowhere")
-    assert not place.path.exists()
+        with pytest.raises(BlockingIOError):
+            remove_dead(place.path, what="a test in")
+    with pytest.raises(FileNotFoundError):
+        remove_dead(place.path, what="a test in")
     assert (outside / "work").read_text() == "precious"
 
 
@@ -195,13 +194,6 @@ def test_an_interrupted_removal_is_repeated(removals: int, tmp_path: Path) -> No
         place.close()
     remove_dead(place.path, what="a test in")
     assert not place.path.exists()
-
-
-def test_directories_in_use_are_not_removed(tmp_path: Path) -> None:
-    with ScratchDirectory(tmp_path / "place", what="a test in") as place, pytest.raises(BlockingIOError):
-        remove_dead(place.path, what="a test in")
-    with pytest.raises(FileNotFoundError):
-        remove_dead(tmp_path / "place", what="a test in")
 
 
 def test_an_exchange_that_was_killed_is_undone(tmp_path: Path) -> None:
@@ -292,21 +284,7 @@ def test_an_interrupted_replacement_loses_nothing(name: str, tmp_path: Path, mon
     assert list(final.iterdir()) == [final / "second"]
 
 
-def test_only_leftovers_of_a_killed_prune_are_removed(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    root = tmp_path / "checkpoints"
-    killed = save(tmp_path, 2).rename(root / ".step-00000002.pruned")
-    (killed / "master.safetensors").unlink()
-    (root / ".step-00000007.pruned").mkdir()
-    (root / ".step-00000007.pruned/work").write_text("precious")
-    remove_leftovers(root)
-    assert sorted(path.name for path in root.iterdir()) == [".step-00000007.pruned", "step-00000001"]
-    (root / ".step-00000008.tmp").symlink_to(tmp_path)
-    with pytest.raises(TrainerError, match=r"\.step-00000008\.tmp is in the way of step-00000008 and stays: it is a"):
-        remove_leftovers(root)
-
-
-def test_a_killed_removal_of_a_checkpoint_is_completed(tmp_path: Path) -> None:
+def test_a_killed_removal_of_a_checkpoint_is_completed_and_nothing_else_removed(tmp_path: Path) -> None:
     """Its manifest, which lists its files, goes last. A file that a user has added keeps it."""
     save(tmp_path, 1)
     newest = save(tmp_path, 2)
@@ -319,8 +297,13 @@ def test_a_killed_removal_of_a_checkpoint_is_completed(tmp_path: Path) -> None:
     remove_leftovers(root)
     assert {"mine", MANIFEST} < {path.name for path in hidden.iterdir()}
     (hidden / "mine").unlink()
+    (root / ".step-00000007.pruned").mkdir()
+    (root / ".step-00000007.pruned/work").write_text("precious")
     remove_leftovers(root)
-    assert list(root.iterdir()) == [newest]
+    assert sorted(root.iterdir()) == [root / ".step-00000007.pruned", newest]
+    (root / ".step-00000008.tmp").symlink_to(tmp_path)
+    with pytest.raises(TrainerError, match=r"\.step-00000008\.tmp is in the way of step-00000008 and stays: it is a"):
+        remove_leftovers(root)
 
 
 _KEEP_AND_DIE = """
@@ -351,16 +334,6 @@ def test_a_list_cut_short_names_no_directory_that_another_run_removes(writes: in
         for name in ("one", "two"):
             with leased(tmp_path / name, listed=listed) as mine:
                 assert list(mine.parent.iterdir()) == [mine]
-
-
-def test_a_directory_is_free_once_no_rank_holds_it(tmp_path: Path) -> None:
-    with leased(tmp_path) as lease:
-        ranks = [hold(lease), hold(lease)]
-        for rank in ranks:
-            with pytest.raises(TrainerError, match=r"\.ranks: another process has held this lock"):
-                wait_for_ranks(lease, say=print, patience=0)
-            os.close(rank)
-        wait_for_ranks(lease, say=print, patience=0)
 
 
 def test_no_place_for_a_lease() -> None:

@@ -81,8 +81,7 @@ def test_drives(filesystem: str, tmp_path: Path) -> None:
                 is_alive(one)
     assert not one.exists()  # its own process recognises it
     assert not two.exists()
-    notes = [line for line in messages if "locks do not work on" in line]
-    assert len(notes) == (0 if works else 2)  # one for each lease
+    assert sum("locks do not work on" in line for line in messages) == (0 if works else 2)  # one for each lease
 
 
 def test_checkpoints(filesystem: str, tmp_path: Path) -> None:
@@ -257,7 +256,8 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return order
 
 
-def test_metrics_and_new_parents_are_durable_first(synced: list[str], tmp_path: Path) -> None:
+def test_what_is_on_the_disk_first(synced: list[str], tmp_path: Path) -> None:
+    """Metrics and new parents are, and a file that is replaced is whole at any moment."""
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     final = save(tmp_path, 1)
     assert synced.index(f"sync {tmp_path}/metrics.jsonl") < synced.index(f"name {final}")
@@ -265,9 +265,6 @@ def test_metrics_and_new_parents_are_durable_first(synced: list[str], tmp_path: 
     with ExitStack() as stack:
         hold(stack, tmp_path / "a/b/c", Log(loud=False), create=True)
         assert synced[:3] == [f"sync {tmp_path}", f"sync {tmp_path}/a", f"sync {tmp_path}/a/b"]
-
-
-def test_a_file_that_is_replaced_is_whole_at_any_moment(synced: list[str], tmp_path: Path) -> None:
     atomic_io.write_text(tmp_path / "x", "old")
     synced.clear()
     atomic_io.write_text(tmp_path / "x", "new")
@@ -363,8 +360,7 @@ def test_rates_stored_concurrently_are_all_kept(
     machine = MachineProfile(gpu=None, gpu_bytes=0, ram_bytes=1, cores=1, drives=(), output=DriveFacts("/", 1, "ext4"))
     rate_cache.keep_rates(machine)
     assert f"sync {tmp_path}/new" in synced
-    written = synced.index(f"name {rate_cache.cache_file()}")
-    assert synced[written - 1].startswith("sync ")
+    assert synced[synced.index(f"name {rate_cache.cache_file()}") - 1].startswith("sync ")
 
     def work(name: str) -> None:
         for number in range(5):
@@ -380,8 +376,13 @@ def test_rates_stored_concurrently_are_all_kept(
     assert len(kept) == (20 if filesystem != "none" else 5)
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`doctor` and `bench` continue without the directory of torch's extensions."""
     (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file/extensions"))
+    assert not stock.is_built("async_io")
+    with pytest.raises(TrainerError, match=r"cpu_adam could not be built: Not a directory.*TORCH_EXTENSIONS_DIR"):
+        stock._load(SimpleNamespace(name="cpu_adam"))
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "file/cache"))
     with pytest.raises(UserError, match=r"machine\.json: rates cannot be saved there.*OFFLOAD_TRAINER_CACHE"):
         rate_cache.refuse_unwritable()
@@ -390,15 +391,6 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=KeyError))
     with pytest.raises(UserError, match=r"no cache directory.*Set HOME, or name one with OFFLOAD_TRAINER_CACHE"):
         cache_directory()
-
-
-def test_directories_of_torchs_extensions_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`doctor` and `bench` continue without the directory of torch's extensions."""
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file/extensions"))
-    assert not stock.is_built("async_io")
-    with pytest.raises(TrainerError, match=r"cpu_adam could not be built: Not a directory.*TORCH_EXTENSIONS_DIR"):
-        stock._load(SimpleNamespace(name="cpu_adam"))
 
 
 @pytest.mark.slow

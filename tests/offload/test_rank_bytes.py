@@ -5,9 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +20,8 @@ from offload_trainer.common.errors import TrainerError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.offloading import device
-from offload_trainer.offloading.device import QueuedFill
 from offload_trainer.offloading.pages.store import UnitStore
-from offload_trainer.offloading.ranks.collective_fetch import Turns, WeightFetches
+from offload_trainer.offloading.ranks.collective_fetch import WeightFetches
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
 from offload_trainer.plan.communication import GPUS, NETWORK, OUTBOX, exchange_of
@@ -298,21 +295,3 @@ def test_closing_does_not_wait_for_other_ranks(kind: str, tmp_path: Path, monkey
             future.wait()
     ends.set()
     fetches.close()
-
-
-def test_a_gather_waits_for_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The destination may become known after the unit was requested, when the other ranks have already agreed."""
-    joined: list[int] = []
-    monkeypatch.setattr(ranks, "all_gather_parts", lambda values, number, group: joined.append(number))
-    turns, second = Turns(lambda mine: [mine, mine]), SimpleNamespace(_here=2, _number=1, _between=None)
-    turn, unit = turns.announce(0), torch.arange(2.0 * ALIGN)
-    wanted = QueuedFill(turn.run, partial(WeightFetches._gather, second, turn, unit))  # type: ignore[arg-type]
-    turns.barrier()
-    assert turn.together
-    assert not joined
-    into = torch.zeros(2 * ALIGN)
-    wanted(into).wait()
-    turns.close()
-    assert joined == [1]
-    assert torch.equal(into[ALIGN:], unit[ALIGN:])
-    assert not into[:ALIGN].any()

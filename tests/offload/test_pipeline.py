@@ -201,9 +201,7 @@ def test_two_pipelines_have_the_bits_of_one_rank(
 
 
 @pytest.mark.slow
-def test_random_settings_have_the_bits_of_one_rank(
-    seed: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_cases_change_no_bit(seed: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for count in (2, 3, 4):
         names = tuple(f"{seed} {count} {number}" for number in range(7))
         for name in names:
@@ -401,9 +399,7 @@ def test_auto_makes_a_pipeline_of_each_nodes_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_records_what_auto_chose_and_goes_on_with_the_same_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_records_what_auto_chose_and_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow drive two ranks are a pipeline, with the state that data-parallel ranks reach."""
     for name, value in (("CACHE", tmp_path / "cache"), ("OMP_NUM_THREADS", 1), ("LOCAL_WORLD_SIZE", 2)):
         monkeypatch.setenv(f"OFFLOAD_TRAINER_{name}" if name == "CACHE" else name, str(value))
@@ -489,9 +485,7 @@ WIDE = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512, "m
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "chain"), [(2, 2), (3, 3), (4, 2)])
 @pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("qwen3", True)])
-def test_each_ranks_peak_is_the_plans(
-    kind: str, tied: bool, count: int, chain: int, folder: Path, tmp_path: Path
-) -> None:
+def test_each_peak_is_the_plans(kind: str, tied: bool, count: int, chain: int, folder: Path, tmp_path: Path) -> None:
     """A head of its own is on the rank after the last block's, a tied one on the first."""
     model = model_directory(folder / f"{kind}-wide", kind, tied=tied, **WIDE)
     words = ["--engine", "tiered", "--dtype", "fp32", "--params", "gpu", "--ram-fraction", "1", "--seq-len", "256"]

@@ -61,9 +61,7 @@ def test_on_a_gpu_plain_torch_is_followed_closely(dtype: str, apart: float, fold
 
 
 @pytest.mark.parametrize("home", SUMS)
-def test_weights_without_a_gradient_do_not_move_and_keep_their_own_count(
-    home: str, build: Build, tmp_path: Path
-) -> None:
+def test_weights_without_a_gradient_stay_and_keep_their_own_count(home: str, build: Build, tmp_path: Path) -> None:
     """They get no decay and no bias-correction step, as in torch, also after a checkpoint and accumulated."""
     unused = {2, 3, 6}
     with engine(build.model, *REFERENCE) as reference:
@@ -80,9 +78,7 @@ def test_weights_without_a_gradient_do_not_move_and_keep_their_own_count(
 
 
 @pytest.mark.parametrize("home", SUMS)
-def test_fp16_overflow_skips_the_step_and_halves_the_scale(
-    home: str, build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overflow_skips_the_step_and_halves_the_scale(home: str, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """An infinity at step 5 of 9, and NaN at step 6, change nothing, and the scale follows torch's GradScaler."""
     fp16 = ("--dtype", "fp16")
     monkeypatch.setattr(state_files, "INITIAL_SCALE", 1024.0)
@@ -272,9 +268,7 @@ def test_the_noise_of_stored_moments_is_of_the_runs_seed(build: Build) -> None:
     assert found == [Noise(seed=3, step=1), Noise(seed=4, step=1)]
 
 
-def test_an_interrupted_update_does_not_keep_the_engine_from_closing(
-    build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_update_lets_the_engine_close(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C stops an update that the main thread computes; closing then still removes the hooks."""
 
     def interrupted(*_: object) -> None:
@@ -301,9 +295,7 @@ def test_an_evaluation_is_plain_torchs_and_draws_no_dropout(build: Build) -> Non
 COPIES = ["--optimizer", "nvme", "tiered.state_copies=2"]
 
 
-def test_files_hold_one_whole_step_at_every_moment(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_hold_a_whole_step_at_every_moment(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill at any page of any update would find the previous step, also with two drives."""
     drives = [build.drive / "a", build.drive / "b"]
     seen: list[int] = []
@@ -332,9 +324,7 @@ def test_files_hold_one_whole_step_at_every_moment(
 
 
 @pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
-def test_the_order_that_a_power_cut_needs(
-    overlap: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_order_for_a_power_cut(overlap: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages are synced before the record that names them, and the record before old pages are overwritten."""
     calls: list[str] = []
 

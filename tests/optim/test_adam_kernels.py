@@ -138,9 +138,7 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("given", TYPES)
 @pytest.mark.parametrize("number", range(len(RULES)))
-def test_a_page_is_decoded_updated_by_torchs_adamw_and_encoded(
-    number: int, given: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_has_the_bits_of_torchs_adamw(number: int, given: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page that is one range has the bits of moments.py around torch.optim.AdamW(fused=True)."""
     monkeypatch.setattr(kernel_api, "CHUNK", 4096)
     hyper, all_kernels = RULES[number], [TorchKernel(), *compiled_kernels()]
@@ -318,7 +316,7 @@ def test_the_root_of_a_norm_is_rounded_to_nearest_on_every_device() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_small")
 @pytest.mark.parametrize("words", [["1"], ["0.3", "--ram-fraction", "0.7", "optim.moment_dtype=8bit"]])
-def test_a_unit_takes_few_launches_which_wait_until_a_snapshot_has_read_their_pages(
+def test_few_launches_that_wait_for_snapshots(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A unit takes at most three: its last page, and the one where the device's share ends, may be smaller."""

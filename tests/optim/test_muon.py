@@ -116,7 +116,7 @@ def test_matrices_without_a_gradient_are_unchanged(models: dict[str, Path], driv
 
 
 @pytest.mark.slow
-def test_a_checkpoint_has_no_second_moment_of_matrices_and_resumes_in_another_placement(
+def test_a_checkpoint_without_second_moments_resumes(
     models: dict[str, Path], drives: list[Path], tmp_path: Path
 ) -> None:
     model = models["qwen3"]

@@ -316,9 +316,7 @@ def test_the_root_of_a_norm_is_rounded_to_nearest_on_every_device() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_small")
 @pytest.mark.parametrize("words", [["1"], ["0.3", "--ram-fraction", "0.7", "optim.moment_dtype=8bit"]])
-def test_few_launches_that_wait_for_snapshots(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_launches_that_await_snapshots(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A unit takes at most three: its last page, and the one where the device's share ends, may be smaller."""
     model, data, may_change = model_directory(tmp_path / "gpt2", "gpt2"), batches(4), PageSnapshot._may_change
     in_ram = [*words[1:], "--gpu-fraction", "0", "--ram-fraction", "1"]

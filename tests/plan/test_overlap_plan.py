@@ -10,21 +10,13 @@ from sample_plans import GB, SHAPES, cluster, least_ram, machine, rate, timed, w
 
 from offload_trainer.common.errors import UserError
 from offload_trainer.common.units import format_seconds
-from offload_trainer.plan import planner
+from offload_trainer.plan import planner, step_time
 from offload_trainer.plan.machine import MachineProfile, read_machine
 from offload_trainer.plan.memory import heap_limit
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import Weight
-from offload_trainer.plan.step_time import (
-    Bound,
-    EarlyPages,
-    Forecast,
-    Overlap,
-    UnitShare,
-    parts_of,
-    tokens_that_hide_the_update,
-)
+from offload_trainer.plan.step_time import Bound, EarlyPages, Forecast, Overlap, UnitShare, parts_of
 from offload_trainer.plan.tiered.engine import Tiered, left_free
 from offload_trainer.plan.tiered.layout import units_of
 from offload_trainer.plan.tiered.spec import Layouts, TierSizes
@@ -410,7 +402,7 @@ def test_an_untimed_machine_uses_the_free_schedule_and_names_the_command_that_ti
 def test_from_that_many_tokens_on_the_update_is_a_tenth(way: str) -> None:
     """A plan with that many tokens, by accumulation, confirms it, within a tenth: it also adds gradients."""
     always = [*DRIVES, "model.activation_checkpointing=on"]
-    tokens = tokens_that_hide_the_update(planned(*always, way).forecast, tokens=128)
+    tokens = step_time.tokens_that_hide_the_update(planned(*always, way).forecast, tokens=128)
     many = planned(*always, way, "--accumulate", str(round(tokens / 128))).forecast
     assert 0.09 < (many.seconds["update"] - many.hidden) / many.step < 0.103
 

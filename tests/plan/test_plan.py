@@ -29,20 +29,10 @@ from offload_trainer.plan.machine import DriveFacts, MachineProfile, Rate, Rates
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.shape import ModelShape, Weight
-from offload_trainer.plan.tiered.layout import (
-    ALIGN,
-    DEVICE,
-    RAM,
-    Unit,
-    aligned,
-    pages_of,
-    range_of_rank,
-    rank_of,
-    units_of,
-)
+from offload_trainer.plan.tiered.layout import ALIGN, Unit, aligned, pages_of, range_of_rank, rank_of, units_of
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiered.weight_streaming import NCCL_BYTES, fetches
-from offload_trainer.plan.tiers import Placement
+from offload_trainer.plan.tiers import DEVICE, RAM, Placement
 from offload_trainer.run import planning, resume
 from offload_trainer.run.commands.plan import plan_elsewhere
 from offload_trainer.run.planning import _moves, _with_resumed_choices, model_of, plan_run, planned, with_what_fits

@@ -29,6 +29,7 @@ from offload_trainer.run.planning import model_of
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 MICRO = 4
+INPUT = 8192  # bytes: 2 rows of 24 tokens, 72 wide, in bf16, rounded up to a multiple of 4096
 BREADTH = ["tiered.micro_batch_order=breadth_first", ON, "--accumulate", str(MICRO)]
 
 
@@ -169,11 +170,8 @@ def test_weights_move_once_a_pass_as_planned(qwen3: Path, drive: Path) -> None:
             train(ours, batches(2 * micro), accumulate=micro)
             read[micro], _ = moved_in_step(ours, batches(micro))
         inputs = [item.bytes for item in ours.plan.items if item.name == "block inputs"]
-        assert max(inputs) == micro * 5 * 8192
+        assert max(inputs) == micro * 5 * INPUT
     assert read[MICRO] == read[1]
-
-
-INPUT = 8192  # bytes: 2 rows of 24 tokens, 72 wide, in bf16, rounded up to a multiple of 4096
 
 
 @pytest.fixture

@@ -479,15 +479,13 @@ def peak_of_rank(model: Path, words: Sequence[str], *, micro: int) -> tuple[int,
             return held["most"], planned[made.offloaded.node.rank % len(planned)]
 
 
-WIDE = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 512}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "chain"), [(2, 2), (3, 3), (4, 2)])
 @pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("qwen3", True)])
 def test_each_peak_is_the_plans(kind: str, tied: bool, count: int, chain: int, folder: Path, tmp_path: Path) -> None:
     """A head of its own is on the rank after the last block's, a tied one on the first."""
-    model = model_directory(folder / f"{kind}-wide", kind, tied=tied, **WIDE)
+    wide = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 512}
+    model = model_directory(folder / f"{kind}-wide", kind, tied=tied, **wide)
     words = ["--engine", "tiered", "--dtype", "fp32", "--params", "gpu", "--ram-fraction", "1", "--seq-len", "256"]
     words += ["--micro-batch", "2", "--accumulate", "4", f"parallel.pipeline={chain}", "model.loss_chunk=128"]
     found = in_ranks(partial(peak_of_rank, model, words, micro=4), count=count, folder=tmp_path)

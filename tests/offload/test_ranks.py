@@ -110,8 +110,6 @@ PLANTED = (3, 5, 6)  # steps, counted from 0, whose last micro-batch has NaN in 
 
 @dataclass(frozen=True)
 class Speculated:
-    """What a rank has seen of a case."""
-
     result: Result
     kept: list[tuple[int, int]]  # of each speculative step, the number of pages that were kept, and of all done
     # On rank 0, recorded steps and digests of the masters that the record names, computed twice: when the record has

@@ -39,7 +39,7 @@ NATIVE = [*IN_RAM, "optim.kernel=native"]  # it copies old state in the pass tha
         pytest.param(NATIVE, id="native kernel"),
     ],
 )
-def test_early_pages_of_clipped_steps_are_discarded_and_updated_again(
+def test_clipped_steps_update_early_pages_again(
     home: str | list[str], build: Build, kept: list[tuple[int, int]]
 ) -> None:
     """bf16 with dropout. About one in four steps is clipped."""

@@ -164,9 +164,7 @@ def test_a_backward_that_fails_ends_with_its_own_error_and_the_thread_ends(build
 
 
 @pytest.mark.parametrize(("file", "skipped"), [("state", False), ("state", True), ("gradients", False)])
-def test_a_drive_that_fails_during_the_backward_is_reported(
-    file: str, skipped: bool, build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drive_fails_in_the_backward(file: str, skipped: bool, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step whose update failed raises the error, or else the next operation that waits for it."""
     transfers = FailingWrites()
     monkeypatch.setattr("offload_trainer.engine.tiered.Transfers", lambda **_: transfers)

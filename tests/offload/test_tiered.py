@@ -149,9 +149,7 @@ FP16 = ["--dtype", "fp16", "--accumulate", "3"]
         ("a third in RAM", HOMES["a part on the device"], ["optim.master_dtype=bf16"]),
     ],
 )
-def test_state_resumes_in_another_placement_bit_for_bit(
-    before: str, after: list[str], words: list[str], folder: Path, tmp_path: Path
-) -> None:
+def test_state_resumes_elsewhere(before: str, after: list[str], words: list[str], folder: Path, tmp_path: Path) -> None:
     """State saved from one drive resumes on three drives and in other shares, with the steps of plain torch."""
     model, accumulate = gpt2(folder, tied=words == FP16), 3 if words == FP16 else 1
     half, data = 2 * accumulate, batches(4 * accumulate)

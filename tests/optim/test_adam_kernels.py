@@ -423,24 +423,21 @@ def test_compiled_code_fuses_and_flushes_nothing_for_any_card(tmp_path: Path) ->
     assert len(lines) == 8 * (1 + len(FORMATS))
 
 
-FAULTS = {
-    "fma.rn.f32 %f3, %f1, %f2, %f4;": "3 FMA for 1 elements",
-    "mul.f32 %f3, %f1, %f2;": "mul.f32",
-    "@%p1 add.rn.ftz.f32 %f3, %f1, %f2;": "add.rn.ftz.f32",
-    "div.approx.f32 %f3, %f1, %f2;": "div.approx.f32",
-    "mad.rn.f32 %f3, %f1, %f2, %f4;": "mad.rn.f32",
-    ".local .align 4 .b8 depot[16];": "registers spilled to memory",
-    "sqrt.rn.f32 %f9, %f8;": "2 FMA for 2 elements",
-}
-
-
 @pytest.mark.slow
 def test_the_check_of_the_code_finds_mistakes() -> None:
     faults_of = runpy.run_path(str(SCRIPT))["faults_of"]
     fused = "\tfma.rn.f32 \t%f3, %f1, %f2, %f4;\n" * 2
     right = f"\tsqrt.rn.f32 \t%f9, %f8;\n{fused}\t@%p1 ld.global.v4.f32 {{%f1}}, [%rd1];\n\tmul.rn.f32 %f3, %f1, %f2;\n"
     assert (faults_of(right, fuses=True), faults_of(right, fuses=False)) == ([], ["2 FMA for 1 elements"])
-    for line, fault in FAULTS.items():
+    for line, fault in {
+        "fma.rn.f32 %f3, %f1, %f2, %f4;": "3 FMA for 1 elements",
+        "mul.f32 %f3, %f1, %f2;": "mul.f32",
+        "@%p1 add.rn.ftz.f32 %f3, %f1, %f2;": "add.rn.ftz.f32",
+        "div.approx.f32 %f3, %f1, %f2;": "div.approx.f32",
+        "mad.rn.f32 %f3, %f1, %f2, %f4;": "mad.rn.f32",
+        ".local .align 4 .b8 depot[16];": "registers spilled to memory",
+        "sqrt.rn.f32 %f9, %f8;": "2 FMA for 2 elements",
+    }.items():
         assert faults_of(f"{right}\t{line}\n", fuses=True) == [fault]
 
 

@@ -93,9 +93,7 @@ def by_torch(
     ("architecture", "home"),
     [*(("gpt2", home) for home in HOMES), ("qwen3", "small pages"), ("mixtral", "small pages")],
 )
-def test_clipped_steps_have_torchs_bits_in_every_placement(
-    architecture: str, home: str, models: dict[str, Path], drives: list[Path]
-) -> None:
+def test_placements_have_torchs_bits(architecture: str, home: str, models: dict[str, Path], drives: list[Path]) -> None:
     """Every step is clipped and has two micro-batches. Each expert is a matrix."""
     with engine(models[architecture], *MUON, *CLIPPED, *HOMES[home], drives=drives) as ours:
         steps = train(ours, batches(8), accumulate=2, lr=RATE)

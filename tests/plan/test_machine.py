@@ -50,7 +50,6 @@ def _a_few(work: Callable[[], object], *, seconds: float, least: int = 3) -> lis
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each test a cache of its own."""
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
 
 
@@ -307,6 +306,9 @@ def test_a_card_that_the_installed_torch_has_no_kernels_for() -> None:
 
 def test_the_dtype_depends_on_the_card() -> None:
     """Without bf16 units fp16 is chosen and bf16 refused by name. bf16 masters need weights in bf16."""
+    assert bench.dtypes_to_time(card((7, 0)), "fp16") == ["fp16", "fp32"]
+    assert bench.dtypes_to_time(card((9, 0)), "fp32") == ["bf16", "fp16", "fp32"]
+    assert bench.dtypes_to_time(replace(card((9, 0)), gpu=None), "bf16") == ["bf16", "fp32"]
     for words, capability, dtype in (
         ([], (7, 0), "fp16"), ([], (8, 0), "bf16"), ([], None, "bf16"), (["--dtype", "fp32"], (7, 0), "fp32"),
         (["--dtype", "fp32"], (8, 0), "fp32"), (["--dtype", "fp16"], (8, 0), "fp16"),
@@ -472,12 +474,6 @@ def test_a_driver_that_torch_does_not_use(monkeypatch: pytest.MonkeyPatch) -> No
         check = doctor._torch()
         assert (check.state, bool(check.fix)) == (("failure", True) if driver else ("ok", False))
         assert (driver or "") in check.found
-
-
-def test_a_bench_times_the_cards_dtypes() -> None:
-    assert bench.dtypes_to_time(card((7, 0)), "fp16") == ["fp16", "fp32"]
-    assert bench.dtypes_to_time(card((9, 0)), "fp32") == ["bf16", "fp16", "fp32"]
-    assert bench.dtypes_to_time(replace(card((9, 0)), gpu=None), "bf16") == ["bf16", "fp32"]
 
 
 def test_the_forecast_of_fp16() -> None:

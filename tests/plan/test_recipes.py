@@ -51,7 +51,6 @@ TRAINED = ["gpt2-10b-v100-32gb", "long-rows", "llama-8b-rtx4090-64gb", "qwen3-30
 
 
 def folder_of(config: PretrainedConfig, folder: Path, **changes: object) -> Path:
-    """Write a model directory without weights."""
     kind = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
     keys = config.to_dict()
     keys |= {key: value for key, value in changes.items() if key in keys} | {"architectures": [kind[config.model_type]]}

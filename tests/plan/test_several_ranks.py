@@ -249,7 +249,10 @@ def of_node(here: MachineProfile, *words: str, gpus: int = 8) -> Plan:
 
 
 def test_rates_of_all_at_once() -> None:
-    """Timed rates are used; otherwise one GPU's rate, limited by its share of the common memory."""
+    """Timed rates are used; otherwise one GPU's rate, limited by its share of the common memory.
+
+    Much PCIe 4.0 hardware copies in at half of its rate while it copies out; several GPUs slow both alike.
+    """
     alone = at_once(node(), ranks=1).rates
     assert alone == node().rates
     few, many = at_once(node(), ranks=8).rates, at_once(node(), ranks=16).rates
@@ -258,6 +261,13 @@ def test_rates_of_all_at_once() -> None:
     assert many.both_ways.value == 3e10 / 2
     timed = at_once(node(to_device_at_once=1e10, from_device_at_once=2e10), ranks=8).rates
     assert (timed.to_device.value, timed.from_device.value) == (1e10, 2e10)
+    alone = cluster(copies=(25e9, 25e9, 12e9))
+    apart = replace(alone, rates=replace(alone.rates, both_ways_out=rate(24e9)))
+    assert copy_seconds(12 * GB, 24 * GB, apart) == pytest.approx(1.0)
+    assert copy_seconds(25 * GB, 24 * GB, apart) == pytest.approx(1.0 + 13 / 25)
+    assert copy_seconds(12 * GB, 24 * GB, alone) == pytest.approx(1.0 + 12 / 25)
+    several = at_once(replace(apart, links=Links(to_device_at_once=rate(12.5e9))), ranks=2).rates
+    assert (several.both_ways, several.both_ways_out) == (rate(6e9), rate(12e9))
 
 
 @pytest.mark.parametrize(
@@ -315,14 +325,3 @@ def test_without_gpus_shards_are_gathered_only_on_request() -> None:
         plan = of_node(node(), *words, "tiered.weight_transfer=all_gather", gpus=gpus)
         assert not plan.sizes.by_parts
         assert any("tiered.weight_transfer=all_gather has no effect here" in note for note in plan.notes)
-
-
-def test_copies_in_both_directions_at_once_have_a_rate_each() -> None:
-    """Much PCIe 4.0 hardware copies in at half of its rate while it copies out; several GPUs slow both alike."""
-    alone = cluster(copies=(25e9, 25e9, 12e9))
-    apart = replace(alone, rates=replace(alone.rates, both_ways_out=rate(24e9)))
-    assert copy_seconds(12 * GB, 24 * GB, apart) == pytest.approx(1.0)
-    assert copy_seconds(25 * GB, 24 * GB, apart) == pytest.approx(1.0 + 13 / 25)
-    assert copy_seconds(12 * GB, 24 * GB, alone) == pytest.approx(1.0 + 12 / 25)
-    several = at_once(replace(apart, links=Links(to_device_at_once=rate(12.5e9))), ranks=2).rates
-    assert (several.both_ways, several.both_ways_out) == (rate(6e9), rate(12e9))

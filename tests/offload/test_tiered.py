@@ -7,24 +7,12 @@ from itertools import cycle, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+import engine_bench
 import numpy as np
 import pytest
 import torch
 from dead_run_files import stored_masters
-from engine_bench import (
-    ON_GPU,
-    REFERENCE,
-    assert_near,
-    assert_same,
-    batches,
-    engine,
-    masters,
-    model_directory,
-    moved_in_step,
-    plain,
-    saved,
-    train,
-)
+from engine_bench import ON_GPU, REFERENCE, assert_same, batches, engine, masters, model_directory, plain, saved, train
 from placements import ALL_ON_DRIVES, HOMES, IN_LINE, OFF, ON, Build, gpt2, plant, skip_last_block
 from safetensors.torch import load_file
 from seen_calls import calls_of
@@ -57,7 +45,7 @@ def test_on_a_gpu_plain_torch_is_followed_closely(dtype: str, apart: float, fold
     model = model_directory(folder / "gpt2", "gpt2")
     expected, _ = plain(model, 5, "--dtype", dtype)
     with engine(model, "--engine", "plain", "--dtype", dtype) as reference:
-        assert_near(train(reference, batches(5)), expected, rel=apart)
+        engine_bench.assert_near(train(reference, batches(5)), expected, rel=apart)
 
 
 @pytest.mark.parametrize("home", SUMS)
@@ -216,7 +204,7 @@ def test_bytes_are_the_planned_ones_and_no_more(build: Build) -> None:
             wanted = each * (trained - layout.aligned(int(trained * share)))
             if gradients == "nvme":
                 wanted += ours.offloaded.gradients.dtype.itemsize * trained
-            assert moved_in_step(ours, batches(1)) == (wanted, wanted)
+            assert engine_bench.moved_in_step(ours, batches(1)) == (wanted, wanted)
 
 
 @pytest.mark.parametrize("words", [["tiered.state_copies=2"], ["optim.moment_dtype=8bit"]])
@@ -387,15 +375,6 @@ KINDS = {
 Event = tuple[str, int | str]
 
 
-# What calls of the prefetcher are noted as: units that it is asked for and that it starts, and its passes.
-NOTES: dict[str, Callable[..., Event]] = {
-    "need": lambda _, unit: ("need", unit),
-    "_start": lambda _, unit, number: ("start", unit),
-    "begin": lambda _: ("begin", ""),
-    "passing": lambda _, *, backward, then: ("pass", "backward" if backward else "forward"),
-}
-
-
 @pytest.mark.parametrize(
     ("kind", "buffers", "accumulate"),
     [case for n, kind in enumerate(KINDS) for case in ((kind, 2, 1), (kind, (1, 9)[n % 2], 3))],
@@ -408,7 +387,12 @@ def test_units_are_fetched_as_planned_and_before_they_are_needed(
     architecture, tied, words = KINDS[kind]
     model, events = model_directory(tmp_path / "model", architecture, tied=tied), list[Event]()
     words = ["--params", "cpu", f"tiered.weight_buffers={buffers}", "--accumulate", str(accumulate), *words]
-    for name, note in NOTES.items():
+    for name, note in {  # units that the prefetcher is asked for and that it starts, and its passes
+        "need": lambda _, unit: ("need", unit),
+        "_start": lambda _, unit, number: ("start", unit),
+        "begin": lambda _: ("begin", ""),
+        "passing": lambda _, *, backward, then: ("pass", "backward" if backward else "forward"),
+    }.items():
         calls_of(monkeypatch.setattr, WeightPrefetcher, name, note, seen=events)
     with engine(model, *words) as ours:
         train(ours, batches(3 * accumulate), accumulate=accumulate)

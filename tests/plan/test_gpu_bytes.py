@@ -50,8 +50,6 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"rms_norm_eps": 1e-5, "tie_word_embeddings": False},
 }
 
-UNSEEN = ("CUDA context", "reserve", "allocator", "gradients in flight", "broadcasts")  # not visible as tensors
-
 
 def config_of(shape: dict[str, Any], kept: str, *, folder: Path, rows: int, length: int, **model: Any) -> TrainConfig:
     """Return the configuration of a model with the config.json `shape`; `kept`: blocks checkpointed, " in RAM"."""
@@ -67,7 +65,8 @@ def config_of(shape: dict[str, Any], kept: str, *, folder: Path, rows: int, leng
 def planned(config: TrainConfig, source: ModelSource, *, session: bool = False) -> int:
     """Return the planned GPU bytes of a run or a session, without those that no tensor shows."""
     plan = make_plan(config, source.shape, machine(gpu=10**13, ram=10**13), saves=not session)
-    unseen = (*UNSEEN, *["block inputs"] * config.model.offload_activations)  # those in transit
+    unseen = ["CUDA context", "reserve", "allocator", "gradients in flight", "broadcasts"]
+    unseen += ["block inputs"] * config.model.offload_activations  # those in transit
     return sum(item.bytes for item in plan.items if item.tier == "gpu" and item.name not in unseen)
 
 

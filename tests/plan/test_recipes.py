@@ -19,10 +19,9 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
-SCRIPTS = sorted((ROOT / "configs").glob("*.py"))
 HEADS = {
     path.stem: dict(re.findall(r"^# (run|plan|memory): +(.*)$", path.read_text(), re.MULTILINE))
-    for path in (*RECIPES, *SCRIPTS)
+    for path in (*RECIPES, *sorted((ROOT / "configs").glob("*.py")))
 }
 
 _LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}

@@ -16,19 +16,8 @@ from offload_trainer.cli import main
 from offload_trainer.common.errors import UserError
 from offload_trainer.common.units import format_seconds
 from offload_trainer.config import DeepSpeedSection
-from offload_trainer.plan.communication import (
-    GPUS,
-    NETWORK,
-    OUTBOX,
-    STEP_BARRIERS,
-    Collective,
-    column_products,
-    link_seconds,
-    part_held,
-    refusal,
-    tensor_collectives,
-    zero_collectives,
-)
+from offload_trainer.plan import communication
+from offload_trainer.plan.communication import GPUS, NETWORK, OUTBOX, STEP_BARRIERS, Collective, link_seconds, refusal
 from offload_trainer.plan.deepspeed import gathered, zero_sizes
 from offload_trainer.plan.machine import Links, MachineProfile, read_machine
 from offload_trainer.plan.plan import Plan
@@ -130,7 +119,7 @@ def work(*words: str, world: int = 8, nodes: int = 1) -> Workload:
 
 def test_collectives_by_hand() -> None:
     """gpt2-medium has 4 matrices a block, 2 of them split by columns, in 24 blocks with bf16 states of 1024."""
-    moved = zero_collectives(work("--accumulate", "3"), stage=1, trained=800, gathered={})
+    moved = communication.zero_collectives(work("--accumulate", "3"), stage=1, trained=800, gathered={})
     found = [(sent.phase, sent.bytes) for sent in moved]
     assert found == [("backward", pytest.approx(7 / 8 * 2 * 800)), ("update", pytest.approx(7 / 8 * 2 * 800))]
     # Of rings of `group` ranks at a distance of `stride`, `times` enter a node of `here` ranks.
@@ -139,15 +128,15 @@ def test_collectives_by_hand() -> None:
         assert Collective("forward", 100.0, group, stride).network(here) == 100.0 * times, (group, stride, here)
 
     step = work("--micro-batch", "2", "--accumulate", "5", "--seq-len", "512", "model.activation_checkpointing=off")
-    forward, backward = tensor_collectives(replace(step, tensor=8))
+    forward, backward = communication.tensor_collectives(replace(step, tensor=8))
     each = 2 * 7 / 8 * 2 * (2 * 512) * 1024
-    assert column_products(SHAPE) == 2
+    assert communication.column_products(SHAPE) == 2
     assert (forward.phase, forward.bytes) == ("forward", pytest.approx(5 * 24 * 2 * each))
     assert (backward.phase, backward.bytes) == ("backward", pytest.approx(5 * 24 * 2 * each))
-    _, again = tensor_collectives(replace(step, tensor=8, checkpointed=24))
+    _, again = communication.tensor_collectives(replace(step, tensor=8, checkpointed=24))
     assert again.bytes == pytest.approx(5 * 24 * 3 * each)
     matrices = 24 * 12 * 1024**2
-    held = sum(part_held(weight, 8) for weight in SHAPE.weights)
+    held = sum(communication.part_held(weight, 8) for weight in SHAPE.weights)
     assert held == matrices // 8 + SHAPE.parameters - matrices
 
 

@@ -90,9 +90,7 @@ def of_row(row: dict[str, str], number: int) -> Any:
 
 # Rows with the same setting follow each other, so that few workers compute what both are compared with.
 @pytest.mark.parametrize("row", sorted(map(of_row, rows(), count()), key=lambda row: row.values[0]["setting"]))
-def test_placement_and_schedule_change_no_bit(
-    row: dict[str, str], folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_pair_changes_a_bit(row: dict[str, str], folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setting, blocks = row["setting"], BLOCKS[row["blocks"]]
     name, changes, words, accumulate = SETTINGS[setting]
     layers = 9 if "inputs" in row["blocks"] else 3  # more than there are buffers for inputs

@@ -27,9 +27,8 @@ from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
 from offload_trainer.plan.communication import GPUS, NETWORK, OUTBOX, exchange_of
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.tiered.footprint import gathered_weights, tiered_traffic
-from offload_trainer.plan.tiered.layout import ALIGN, RAM, Unit, units_of
+from offload_trainer.plan.tiered.layout import ALIGN, RAM, units_of
 from offload_trainer.plan.tiered.spec import layouts_of
-from offload_trainer.plan.workload import Workload
 from offload_trainer.ranks import Addressed
 from offload_trainer.settings import load_config
 from offload_trainer.storage.host_memory import host_buffer
@@ -108,9 +107,7 @@ def count_exchanges(cases: Sequence[Case]) -> list[Result]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "nodes", "pipeline"), [(1, 1, 1), (4, 1, 1), (4, 2, 1), (4, 1, 2), (4, 2, 2)])
-def test_bytes_are_the_plans(
-    world: int, nodes: int, pipeline: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planned_bytes(world: int, nodes: int, pipeline: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes of outboxes, sums, norms, network, gathered weights and drives are those counted in two runs."""
     monkeypatch.setattr(layout, "SMALL", 0)
     model = model_directory(tmp_path / "model", "gpt2")
@@ -138,7 +135,11 @@ def test_bytes_are_the_plans(
     drives = [one for of_node in traffic for one in of_node if one.place == str(drive)]
     counted = sum(found, Counter[str]())
     # Gradients in inboxes are added too, except for marks and for padding between weights.
-    inboxes = sum(one.bytes(NETWORK, "backward")[0] for one in moved) - _not_added(work, units)
+    groups, away, e = work.world // pipeline, (work.world - work.here) // pipeline, work.item_bytes
+    weights = [place.weight for unit in units for place in unit.places]
+    between = sum(unit.trained for unit in units) - sum(weight.numel for weight in weights)
+    others = work.accumulate * away * (e * between + groups * len(weights))
+    inboxes = sum(one.bytes(NETWORK, "backward")[0] for one in moved) - others
     (passed_on,) = (one.written for one in plan.traffic if (one.place, one.phase) == ("device", "forward"))
     planned = {
         # outputs and their gradients, each copied out and in
@@ -170,14 +171,6 @@ def test_bytes_are_the_plans(
     assert counted["barriers"] / world / STEPS == pytest.approx(moved[0].barriers, abs=3)  # a few belong to no unit
     # each of the two takes two
     assert {of_rank["gathers"] for of_rank in found} == {STEPS * nodes * moved[0].gathers}
-
-
-def _not_added(work: Workload, units: Sequence[Unit]) -> int:
-    """Return a step's bytes in inboxes that are not gradients: marks, and padding between weights."""
-    groups, away, e = work.world // work.pipeline, (work.world - work.here) // work.pipeline, work.item_bytes
-    weights = [place.weight for unit in units for place in unit.places]
-    between = sum(unit.trained for unit in units) - sum(weight.numel for weight in weights)
-    return work.accumulate * away * (e * between + groups * len(weights))
 
 
 WORLD, MEET = 3, -1

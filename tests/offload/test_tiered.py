@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import cycle, groupby, pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import engine_bench
 import numpy as np
@@ -256,12 +257,8 @@ def test_the_noise_of_stored_moments_is_of_the_runs_seed(build: Build) -> None:
 
 def test_an_interrupted_update_lets_the_engine_close(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C stops an update that the main thread computes; closing then still removes the hooks."""
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with build("all in RAM", IN_LINE) as ours:
-        monkeypatch.setattr(ours.offloaded.updater, "_compute", interrupted)
+        monkeypatch.setattr(ours.offloaded.updater, "_compute", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             train(ours, batches(1))
         model = ours._module.model

@@ -383,9 +383,7 @@ def misplaced(launch: Callable[..., None], kernel: CudaKernel, table: Any, *othe
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "fault"), [("update_page", flushing), ("_launch", misplaced)])
-def test_a_gpu_with_other_bits_is_not_used(
-    name: str, fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_of_other_bits_is_refused(name: str, fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaKernel, name, partialmethod(partial(fault, getattr(CudaKernel, name))))
     monkeypatch.setattr(cuda_adam, "CudaKernel", lambda _: cuda_kernel())
     kernel, words = choose_cuda_kernel(PLACE)

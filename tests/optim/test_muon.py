@@ -63,9 +63,8 @@ def same_products() -> None:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    names = ("gpt2", "qwen3", "mixtral")
-    return {name: model_directory(tmp_path_factory.mktemp(name), name, tied=name == "gpt2") for name in names}
+def models(folder: Path) -> dict[str, Path]:
+    return {name: model_directory(folder / name, name, tied=name == "gpt2") for name in ("gpt2", "qwen3", "mixtral")}
 
 
 @pytest.fixture

@@ -1,6 +1,4 @@
-"""Tests of machine profiles: hardware and the links between ranks are probed, timed, stored, and described in files;
-NUMA nodes; cards that torch supports, dtypes that their units compute, and what plan, bench and doctor report.
-"""
+"""Tests of machine profiles, timed rates and links, of cards and their dtypes, and of ranks' NUMA nodes."""
 
 import itertools
 import json

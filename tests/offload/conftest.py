@@ -37,5 +37,4 @@ def build(folder: Path, drive: Path) -> Build:
 
 @pytest.fixture
 def qwen3(folder: Path) -> Path:
-    """Return the directory of a model whose embeddings are not tied."""
     return model_directory(folder / "qwen3", "qwen3", tied=False)

@@ -29,6 +29,7 @@ from offload_trainer.run.planning import model_of
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 MICRO = 4
+INPUT = 8192  # bytes: 2 rows of 24 tokens, 72 wide, in bf16, rounded up to a multiple of 4096
 BREADTH = ["tiered.micro_batch_order=breadth_first", ON, "--accumulate", str(MICRO)]
 
 
@@ -76,9 +77,7 @@ def test_a_probe_finds_chains_of_blocks(folder: Path) -> None:
         assert why_no_chain(meta_model(config, trust_remote_code=False), pipeline=pipeline) == reason
 
 
-def test_blocks_that_share_a_result_with_all_later_ones_are_no_chain(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_that_share_a_result_with_later_ones_are_no_chain(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here each block gets the embeddings too, so the embedding's gradient would come in parts."""
     config = AutoConfig.from_pretrained(model_directory(folder / "qwen3", "qwen3"))
     model = meta_model(config, trust_remote_code=False)
@@ -144,10 +143,8 @@ def test_a_command_keeps_the_order_of_a_model_that_is_no_chain_and_names_it(fold
 
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
 @pytest.mark.parametrize("order", ["depth_first", "breadth_first"])
-def test_gradients_leave_the_gpu_once_as_planned(
-    order: str, home: str, qwen3: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They leave as sums in fp32, each of which is written once, or in 16 bits for each micro-batch."""
+def test_gradients_leave_once(order: str, home: str, qwen3: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They leave the GPU in the planned bytes: as sums in fp32, each once, or in 16 bits for each micro-batch."""
     words = [*BREADTH, f"tiered.micro_batch_order={order}", f"placement.gradients={home}", "--params", "cpu"]
     words += ["--micro-batch", "2", "--seq-len", "24", "tiered.overlap=off"]
     with emulated_gpu(monkeypatch, haste=0.2) as gpu:
@@ -173,11 +170,8 @@ def test_weights_move_once_a_pass_as_planned(qwen3: Path, drive: Path) -> None:
             train(ours, batches(2 * micro), accumulate=micro)
             read[micro], _ = moved_in_step(ours, batches(micro))
         inputs = [item.bytes for item in ours.plan.items if item.name == "block inputs"]
-        assert max(inputs) == micro * 5 * 8192
+        assert max(inputs) == micro * 5 * INPUT
     assert read[MICRO] == read[1]
-
-
-INPUT = 8192  # bytes: 2 rows of 24 tokens, 72 wide, in bf16, rounded up to a multiple of 4096
 
 
 @pytest.fixture
@@ -206,9 +200,7 @@ def test_inputs_are_copied_and_the_plan_counts_the_copies(away: str, nine_blocks
     assert [item.bytes for item in ours.plan.items if item.name == "block inputs"] == [2 * INPUT, 9 * INPUT]
 
 
-def test_an_input_is_prefetched_while_the_previous_one_is_used(
-    nine_blocks: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_input_is_prefetched_while_the_previous_is_used(nine_blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of the forward starts the backward's first copy; each later copy starts one block ahead of its use."""
     events: list[str] = []
     run_before(monkeypatch.setattr, CpuDevice, "keep", lambda *_: events.append("out"))

@@ -91,9 +91,7 @@ def test_it_trains_as_plain_torch(case: str, drive: Path, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("rule", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
-def test_clipped_steps_do_not_depend_on_the_placement(
-    rule: str, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_placement_clips_equally(rule: str, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's norms, by which gradients are clipped, are not plain torch's to the bit."""
     model, found, added, begin = model_directory(tmp_path / "gpt2", "gpt2"), [], [], Gradients.__init__
 

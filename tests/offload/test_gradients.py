@@ -227,9 +227,7 @@ def test_gradients_of_a_tied_weight_are_added_on_the_device() -> None:
 
 @pytest.mark.usefixtures("nothing_is_small")
 @pytest.mark.parametrize("words", [["--params", "gpu"], ALL_ON_DRIVES], ids=["RAM", "drive"])
-def test_autograds_thread_computes_no_norm_of_sums_and_does_not_wait(
-    words: list[str], drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_autograd_does_not_wait(words: list[str], drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`add` never waits in three micro-batches, and only the summing thread takes norms of sums."""
     inside = threading.local()
     add = Gradients.add
@@ -389,9 +387,7 @@ def add_up(folder: Path) -> list[list[tuple[dict[str, float], dict[str, str]]]]:
 
 
 @pytest.mark.parametrize(("world", "nodes"), [(2, 1), (3, 1), (2, 2), (4, 2), (5, 5)])
-def test_sums_and_norms_are_those_of_one_rank(
-    world: int, nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_and_norms_are_one_ranks(world: int, nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums are in RAM or on a node's drive. Norms are a CPU's or a GPU's, in pieces that span ranks and nodes."""
     of_ranks = in_ranks(add_up, tmp_path, count=world, nodes=nodes, folder=tmp_path)
     for (piece, _, device), *found in zip(CASES, *of_ranks, strict=True):

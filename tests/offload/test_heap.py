@@ -8,9 +8,7 @@ from commands import run_script
 from engine_bench import batches, engine, model_directory, train
 
 
-def test_the_heap_is_trimmed_after_every_eighth_block_and_the_last(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_heap_is_trimmed_after_every_eighth_and_last_block(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
     note = lambda text: lambda *_: messages.append(text)  # noqa: E731
     with engine(model_directory(folder / "gpt2", "gpt2", n_layer=10), 'model.freeze=["h.0."]') as ours:
@@ -74,9 +72,7 @@ assert current_rss_bytes() - before < 8 << 20
 
 
 @pytest.mark.parametrize("script", [KEPT, pytest.param(LONG_ROW, marks=pytest.mark.slow)], ids=["kept", "long row"])
-def test_freed_memory_is_reused_until_the_process_exceeds_the_limit_or_returned_for_long_rows(
-    script: str, tmp_path: Path
-) -> None:
+def test_freed_memory_is_reused_up_to_the_limit_or_returned_for_long_rows(script: str, tmp_path: Path) -> None:
     """Shorter rows' freed allocations below live ones would remain as holes. A new process has none yet."""
     (tmp_path / "script.py").write_text(script)
     done = run_script(tmp_path / "script.py")

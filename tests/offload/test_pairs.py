@@ -7,18 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_bench import (
-    DROPOUT,
-    ON_GPU,
-    REFERENCE,
-    assert_same,
-    batches,
-    engine,
-    masters,
-    model_directory,
-    plain,
-    train,
-)
+from engine_bench import DROPOUT, ON_GPU, assert_same, batches, engine, masters, model_directory, plain, train
 from late_transfers import late_engine
 from placements import CLIP, HOMES, OFF, ON
 
@@ -101,9 +90,7 @@ def of_row(row: dict[str, str], number: int) -> Any:
 
 # Rows with the same setting follow each other, so that few workers compute what both are compared with.
 @pytest.mark.parametrize("row", sorted(map(of_row, rows(), count()), key=lambda row: row.values[0]["setting"]))
-def test_placement_and_schedule_change_no_bit(
-    row: dict[str, str], folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_pair_changes_a_bit(row: dict[str, str], folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setting, blocks = row["setting"], BLOCKS[row["blocks"]]
     name, changes, words, accumulate = SETTINGS[setting]
     layers = 9 if "inputs" in row["blocks"] else 3  # more than there are buffers for inputs
@@ -117,8 +104,8 @@ def test_placement_and_schedule_change_no_bit(
     late = row["transfers"] == "late" and not ON_GPU  # where they stand in for a GPU's
     drives = [drive / f"{number}" for number in range(3 if "three" in row["home"] else 1)]
     size = {"rows": 1, "length": 3} if "unused" in setting else {}
-    reference = ("--ram-fraction", "1", "tiered.overlap=off") if stored else REFERENCE
-    steps, weights = plain(model, STEPS, *always, *same, accumulate=accumulate, reference=reference, **size)
+    reference: Any = {"reference": ("--ram-fraction", "1", "tiered.overlap=off")} if stored else {}
+    steps, weights = plain(model, STEPS, *always, *same, accumulate=accumulate, **reference, **size)
     build = partial(late_engine, monkeypatch) if late else engine
     sums = 10**9 if "added" in row["blocks"] and accumulate > 1 else 0
     with build(model, *words, drives=drives, shadows=0.6 * bool(shadows), device_sums=sums) as ours:

@@ -48,7 +48,7 @@ from offload_trainer.plan.planner import any_placement_fits, make_plan, resolved
 from offload_trainer.plan.step_time import pipeline_seconds
 from offload_trainer.plan.tiered.footprint import fetched as of_plan
 from offload_trainer.plan.tiered.layout import ALIGN, RAM
-from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
+from offload_trainer.plan.tiered.spec import layouts_of
 from offload_trainer.settings import load_config
 from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
 
@@ -202,9 +202,7 @@ def test_two_pipelines_have_the_bits_of_one_rank(
 
 
 @pytest.mark.slow
-def test_random_settings_have_the_bits_of_one_rank(
-    seed: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_cases_change_no_bit(seed: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for count in (2, 3, 4):
         names = tuple(f"{seed} {count} {number}" for number in range(7))
         for name in names:
@@ -402,9 +400,7 @@ def test_auto_makes_a_pipeline_of_each_nodes_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_records_what_auto_chose_and_goes_on_with_the_same_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_records_what_auto_chose_and_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow drive two ranks are a pipeline, with the state that data-parallel ranks reach."""
     for name, value in (("CACHE", tmp_path / "cache"), ("OMP_NUM_THREADS", 1), ("LOCAL_WORLD_SIZE", 2)):
         monkeypatch.setenv(f"OFFLOAD_TRAINER_{name}" if name == "CACHE" else name, str(value))
@@ -435,7 +431,6 @@ def test_a_norm_that_is_registered_before_the_blocks_belongs_to_the_heads_rank(f
     config = wish("--model", str(model), "--scratch", *ALL_ON_DRIVES, "parallel.pipeline=2", "--accumulate", "2")
     plan = make_plan(config, resolve_model(config.model, seed=0).shape, machine(), world=2)
     units = layouts_of(plan.work).units
-    assert isinstance(plan.sizes, TierSizes)
     homes = layouts_of(plan.work).homes(plan.placement, plan.sizes)
     used = [{units[unit].name for unit, _ in of_plan(plan.work, homes, plan.sizes, rank=n)} for n in range(2)]
     assert {"model.decoder.final_layer_norm", "lm_head"} <= used[1]
@@ -484,17 +479,13 @@ def peak_of_rank(model: Path, words: Sequence[str], *, micro: int) -> tuple[int,
             return held["most"], planned[made.offloaded.node.rank % len(planned)]
 
 
-WIDE = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 512}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "chain"), [(2, 2), (3, 3), (4, 2)])
 @pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("qwen3", True)])
-def test_each_ranks_peak_is_the_plans(
-    kind: str, tied: bool, count: int, chain: int, folder: Path, tmp_path: Path
-) -> None:
+def test_each_peak_is_the_plans(kind: str, tied: bool, count: int, chain: int, folder: Path, tmp_path: Path) -> None:
     """A head of its own is on the rank after the last block's, a tied one on the first."""
-    model = model_directory(folder / f"{kind}-wide", kind, tied=tied, **WIDE)
+    wide = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 512}
+    model = model_directory(folder / f"{kind}-wide", kind, tied=tied, **wide)
     words = ["--engine", "tiered", "--dtype", "fp32", "--params", "gpu", "--ram-fraction", "1", "--seq-len", "256"]
     words += ["--micro-batch", "2", "--accumulate", "4", f"parallel.pipeline={chain}", "model.loss_chunk=128"]
     found = in_ranks(partial(peak_of_rank, model, words, micro=4), count=count, folder=tmp_path)

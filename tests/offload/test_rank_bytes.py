@@ -5,9 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,17 +21,15 @@ from offload_trainer.common.errors import TrainerError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.offloading import device
-from offload_trainer.offloading.device import QueuedFill
 from offload_trainer.offloading.pages.store import UnitStore
-from offload_trainer.offloading.ranks.collective_fetch import Turns, WeightFetches
+from offload_trainer.offloading.ranks.collective_fetch import WeightFetches
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
 from offload_trainer.plan.communication import GPUS, NETWORK, OUTBOX, exchange_of
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.tiered.footprint import gathered_weights, tiered_traffic
-from offload_trainer.plan.tiered.layout import ALIGN, RAM, Unit, units_of
-from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
-from offload_trainer.plan.workload import Workload
+from offload_trainer.plan.tiered.layout import ALIGN, RAM, units_of
+from offload_trainer.plan.tiered.spec import layouts_of
 from offload_trainer.ranks import Addressed
 from offload_trainer.settings import load_config
 from offload_trainer.storage.host_memory import host_buffer
@@ -112,9 +108,7 @@ def count_exchanges(cases: Sequence[Case]) -> list[Result]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "nodes", "pipeline"), [(1, 1, 1), (4, 1, 1), (4, 2, 1), (4, 1, 2), (4, 2, 2)])
-def test_bytes_are_the_plans(
-    world: int, nodes: int, pipeline: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planned_bytes(world: int, nodes: int, pipeline: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes of outboxes, sums, norms, network, gathered weights and drives are those counted in two runs."""
     monkeypatch.setattr(layout, "SMALL", 0)
     model = model_directory(tmp_path / "model", "gpt2")
@@ -133,7 +127,6 @@ def test_bytes_are_the_plans(
     machine = probe_machine(config.placement)
     plan = make_plan(config, shape, machine, world=world, nodes=nodes)
     work, sizes, units = plan.work, plan.sizes, units_of(shape)
-    assert isinstance(sizes, TierSizes)
     homes = [layouts_of(work).homes(plan.placement, sizes, node=node) for node in range(nodes)]
     by_parts = gathered_weights(work, homes[0], sizes)
     moved = [exchange_of(work, of_node, by_parts=by_parts, node=node) for node, of_node in enumerate(homes)]
@@ -143,7 +136,11 @@ def test_bytes_are_the_plans(
     drives = [one for of_node in traffic for one in of_node if one.place == str(drive)]
     counted = sum(found, Counter[str]())
     # Gradients in inboxes are added too, except for marks and for padding between weights.
-    inboxes = sum(one.bytes(NETWORK, "backward")[0] for one in moved) - _not_added(work, units)
+    groups, away, e = work.world // pipeline, (work.world - work.here) // pipeline, work.item_bytes
+    weights = [place.weight for unit in units for place in unit.places]
+    between = sum(unit.trained for unit in units) - sum(weight.numel for weight in weights)
+    others = work.accumulate * away * (e * between + groups * len(weights))
+    inboxes = sum(one.bytes(NETWORK, "backward")[0] for one in moved) - others
     (passed_on,) = (one.written for one in plan.traffic if (one.place, one.phase) == ("device", "forward"))
     planned = {
         # outputs and their gradients, each copied out and in
@@ -175,14 +172,6 @@ def test_bytes_are_the_plans(
     assert counted["barriers"] / world / STEPS == pytest.approx(moved[0].barriers, abs=3)  # a few belong to no unit
     # each of the two takes two
     assert {of_rank["gathers"] for of_rank in found} == {STEPS * nodes * moved[0].gathers}
-
-
-def _not_added(work: Workload, units: Sequence[Unit]) -> int:
-    """Return a step's bytes in inboxes that are not gradients: marks, and padding between weights."""
-    groups, away, e = work.world // work.pipeline, (work.world - work.here) // work.pipeline, work.item_bytes
-    weights = [place.weight for unit in units for place in unit.places]
-    between = sum(unit.trained for unit in units) - sum(weight.numel for weight in weights)
-    return work.accumulate * away * (e * between + groups * len(weights))
 
 
 WORLD, MEET = 3, -1
@@ -299,21 +288,3 @@ def test_closing_does_not_wait_for_other_ranks(kind: str, tmp_path: Path, monkey
             future.wait()
     ends.set()
     fetches.close()
-
-
-def test_a_gather_waits_for_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The destination may become known after the unit was requested, when the other ranks have already agreed."""
-    joined: list[int] = []
-    monkeypatch.setattr(ranks, "all_gather_parts", lambda values, number, group: joined.append(number))
-    turns, second = Turns(lambda mine: [mine, mine]), SimpleNamespace(_here=2, _number=1, _between=None)
-    turn, unit = turns.announce(0), torch.arange(2.0 * ALIGN)
-    wanted = QueuedFill(turn.run, partial(WeightFetches._gather, second, turn, unit))  # type: ignore[arg-type]
-    turns.barrier()
-    assert turn.together
-    assert not joined
-    into = torch.zeros(2 * ALIGN)
-    wanted(into).wait()
-    turns.close()
-    assert joined == [1]
-    assert torch.equal(into[ALIGN:], unit[ALIGN:])
-    assert not into[:ALIGN].any()

@@ -36,7 +36,6 @@ AWAY = (*ALL_ON_DRIVES, "tiered.state_copies=2")
 HALF = ("--optimizer", "nvme", "--ram-fraction", "0.5")
 GATHERED = ("--params", "cpu", "tiered.weight_transfer=all_gather")
 STORED = ('model.freeze=["h.1.mlp","wpe"]', "optim.moment_dtype=8bit")
-MUON = ("optim.name=muon", "--dtype", "fp32", "optim.max_grad_norm=0.3")
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # model, words
     "half, inputs away": ("gpt2", ("--params", "gpu", *HALF, ON, "model.offload_activations=true")),
     "half, 8-bit, frozen": ("gpt2", ("--params", "gpu", *HALF, *STORED)),
@@ -47,7 +46,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # model, words
     "gathered, layers are dropped": ("opt", (*GATHERED, BEHIND, "--dtype", "fp32")),
     "all on the drive, inputs away": ("qwen3", (*ALL_ON_DRIVES, ON, "model.offload_activations=true")),
     "gathered, in two buffers": ("qwen3", (*GATHERED, ON, "tiered.weight_buffers=2")),
-    "Muon": ("gpt2", (*HALF, *MUON)),
+    "Muon": ("gpt2", (*HALF, "optim.name=muon", "--dtype", "fp32", "optim.max_grad_norm=0.3")),
 }
 RESUMED = ("half, 8-bit, frozen", "half, bf16 masters", "experts on the drive", "Muon")
 ON_NODES = ("half, inputs away", "gathered", *RESUMED)  # also run on two nodes
@@ -111,8 +110,6 @@ PLANTED = (3, 5, 6)  # steps, counted from 0, whose last micro-batch has NaN in 
 
 @dataclass(frozen=True)
 class Speculated:
-    """What a rank has seen of a case."""
-
     result: Result
     kept: list[tuple[int, int]]  # of each speculative step, the number of pages that were kept, and of all done
     # On rank 0, recorded steps and digests of the masters that the record names, computed twice: when the record has

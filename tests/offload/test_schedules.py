@@ -39,7 +39,7 @@ NATIVE = [*IN_RAM, "optim.kernel=native"]  # it copies old state in the pass tha
         pytest.param(NATIVE, id="native kernel"),
     ],
 )
-def test_early_pages_of_clipped_steps_are_discarded_and_updated_again(
+def test_clipped_steps_update_early_pages_again(
     home: str | list[str], build: Build, kept: list[tuple[int, int]]
 ) -> None:
     """bf16 with dropout. About one in four steps is clipped."""
@@ -73,9 +73,7 @@ SKIPPED = {  # placement, schedule, share of shadow memory, dtype, and whether t
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if n < 4 else pytest.mark.slow) for n, case in enumerate(SKIPPED)]
 )
-def test_a_step_that_is_skipped_changes_nothing(
-    case: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skipped_steps_change_nothing(case: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An overflow and NaN in steps 1, 3 and 4 of 6 leave weights and state unchanged; fp16 halves its scale."""
     home, schedule, shadows, dtype, late = SKIPPED[case]
     monkeypatch.setattr(state_files, "WINDOW", 3)

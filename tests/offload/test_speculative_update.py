@@ -34,9 +34,7 @@ UNCLIPPED, CLIPPED = "optim.max_grad_norm=0", "optim.max_grad_norm=0.01"
 
 
 @pytest.mark.usefixtures("always")
-def test_a_block_that_a_step_does_not_use_counts_its_own_steps(
-    build: Build, kept: list[tuple[int, int]], tmp_path: Path
-) -> None:
+def test_an_unused_block_counts_its_own_steps(build: Build, kept: list[tuple[int, int]], tmp_path: Path) -> None:
     """The block is unused in some steps, so it has taken fewer; its noise depends on its own count."""
     found, unused = [], {1, 2, 4}
     for how in (IN_LINE, FULL):
@@ -99,11 +97,7 @@ def test_prefetched_weights_of_a_skipped_step_are_dropped(build: Build, monkeypa
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(("limit", "skipped"), [(UNCLIPPED, 0), (CLIPPED, 0), (UNCLIPPED, 2)])
 def test_a_step_that_is_decided_while_a_page_is_computed(
-    limit: str,
-    skipped: int,
-    build: Build,
-    monkeypatch: pytest.MonkeyPatch,
-    kept: list[tuple[int, int]],
+    limit: str, skipped: int, build: Build, monkeypatch: pytest.MonkeyPatch, kept: list[tuple[int, int]]
 ) -> None:
     """The first early page of a step is still being computed when the step is decided; no other is begun."""
     decided, step, found, end = threading.Event(), [0], [], Updater._end_speculation
@@ -145,9 +139,7 @@ def test_speculation_pauses_after_more_than_two_mispredictions_in_eight_steps() 
 
 
 @pytest.mark.parametrize(("limit", "steps"), [(0.01, 3), (0, 4)])
-def test_a_run_whose_steps_are_all_clipped_stops_speculating(
-    limit: float, steps: int, build: Build, kept: list[tuple[int, int]]
-) -> None:
+def test_clipped_steps_stop_speculation(limit: float, steps: int, build: Build, kept: list[tuple[int, int]]) -> None:
     clip = f"optim.max_grad_norm={limit}"
     with build("nothing in RAM", clip, FULL, held=True) as ours:
         assert train(ours, batches(4)) == plain(build.model, 4, clip)[0]
@@ -171,9 +163,7 @@ def test_a_backward_that_fails_ends_with_its_own_error_and_the_thread_ends(build
 
 
 @pytest.mark.parametrize(("file", "skipped"), [("state", False), ("state", True), ("gradients", False)])
-def test_a_drive_that_fails_during_the_backward_is_reported(
-    file: str, skipped: bool, build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drive_fails_in_the_backward(file: str, skipped: bool, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step whose update failed raises the error, or else the next operation that waits for it."""
     transfers = FailingWrites()
     monkeypatch.setattr("offload_trainer.engine.tiered.Transfers", lambda **_: transfers)
@@ -290,9 +280,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("decided", ["kept", "clipped", "skipped"])
 @pytest.mark.parametrize("file", ["state", "weights"])
-def test_pages_are_complete_before_they_are_used_again(
-    file: str, decided: str, build: Build, writes: HeldWrites
-) -> None:
+def test_pages_are_complete_before_their_next_use(file: str, decided: str, build: Build, writes: HeldWrites) -> None:
     """A valid page is whole before the next forward or update reads it; an invalid one before it is updated again."""
     limit = CLIPPED if decided == "clipped" else UNCLIPPED
     with build("weights and gradients on the drive", limit, FULL, held=True) as ours:
@@ -347,9 +335,7 @@ def test_a_page_waits_for_its_own_units_event(home: str, build: Build, monkeypat
     assert all(found)
 
 
-def test_copies_that_a_record_names_stay_if_the_next_one_cannot_be_written(
-    build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_that_a_record_names_stay_if_the_next_one_fails(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """The record of step 2 fails while the backward of step 3 has complete units: step 1 can still be read."""
     in_backward = threading.Event()
 
@@ -379,10 +365,8 @@ def test_copies_that_a_record_names_stay_if_the_next_one_cannot_be_written(
         assert_same(stored_masters(index.parent)[1], before)
 
 
-def test_state_of_the_first_pages_and_then_in_the_order_of_the_last_backward_is_read_ahead(
-    build: Build, read: list[int], monkeypatch: Any
-) -> None:
-    """After an update, state is read ahead until the slots are full, and is not read again later."""
+def test_state_is_read_ahead_in_the_order_of_the_next_updates(build: Build, read: list[int], monkeypatch: Any) -> None:
+    """That of the first pages, and then in the last backward's order until the slots are full. None is read again."""
 
     def end_writes(_: PagePipeline, *, writing: Mapping[int, Future] | None = None) -> None:
         together((writing or {}).values()).wait()

@@ -167,9 +167,7 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("given", TYPES)
 @pytest.mark.parametrize("number", range(len(RULES)))
-def test_a_page_is_decoded_updated_by_torchs_adamw_and_encoded(
-    number: int, given: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_has_the_bits_of_torchs_adamw(number: int, given: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page that is one range has the bits of moments.py around torch.optim.AdamW(fused=True)."""
     monkeypatch.setattr(kernel_api, "CHUNK", 4096)
     hyper, all_kernels = RULES[number], [TorchKernel(), *compiled_kernels()]
@@ -347,9 +345,7 @@ def test_the_root_of_a_norm_is_rounded_to_nearest_on_every_device() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_small")
 @pytest.mark.parametrize("words", [["1"], ["0.3", "--ram-fraction", "0.7", "optim.moment_dtype=8bit"]])
-def test_a_unit_takes_few_launches_which_wait_until_a_snapshot_has_read_their_pages(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_launches_that_await_snapshots(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A unit takes at most three: its last page, and the one where the device's share ends, may be smaller."""
     model, data, may_change = model_directory(tmp_path / "gpt2", "gpt2"), batches(4), PageSnapshot._may_change
     in_ram = [*words[1:], "--gpu-fraction", "0", "--ram-fraction", "1"]
@@ -416,9 +412,7 @@ def misplaced(launch: Callable[..., None], kernel: CudaKernel, table: Any, *othe
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "fault"), [("update_page", flushing), ("_launch", misplaced)])
-def test_a_gpu_with_other_bits_is_not_used(
-    name: str, fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_of_other_bits_is_refused(name: str, fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaKernel, name, partialmethod(partial(fault, getattr(CudaKernel, name))))
     monkeypatch.setattr(cuda_adam, "CudaKernel", lambda _: cuda_kernel())
     kernel, words = choose_cuda_kernel(PLACE)
@@ -456,24 +450,21 @@ def test_compiled_code_fuses_and_flushes_nothing_for_any_card(tmp_path: Path) ->
     assert len(lines) == 8 * (1 + len(FORMATS))
 
 
-FAULTS = {
-    "fma.rn.f32 %f3, %f1, %f2, %f4;": "3 FMA for 1 elements",
-    "mul.f32 %f3, %f1, %f2;": "mul.f32",
-    "@%p1 add.rn.ftz.f32 %f3, %f1, %f2;": "add.rn.ftz.f32",
-    "div.approx.f32 %f3, %f1, %f2;": "div.approx.f32",
-    "mad.rn.f32 %f3, %f1, %f2, %f4;": "mad.rn.f32",
-    ".local .align 4 .b8 depot[16];": "registers spilled to memory",
-    "sqrt.rn.f32 %f9, %f8;": "2 FMA for 2 elements",
-}
-
-
 @pytest.mark.slow
 def test_the_check_of_the_code_finds_mistakes() -> None:
     faults_of = runpy.run_path(str(SCRIPT))["faults_of"]
     fused = "\tfma.rn.f32 \t%f3, %f1, %f2, %f4;\n" * 2
     right = f"\tsqrt.rn.f32 \t%f9, %f8;\n{fused}\t@%p1 ld.global.v4.f32 {{%f1}}, [%rd1];\n\tmul.rn.f32 %f3, %f1, %f2;\n"
     assert (faults_of(right, fuses=True), faults_of(right, fuses=False)) == ([], ["2 FMA for 1 elements"])
-    for line, fault in FAULTS.items():
+    for line, fault in {
+        "fma.rn.f32 %f3, %f1, %f2, %f4;": "3 FMA for 1 elements",
+        "mul.f32 %f3, %f1, %f2;": "mul.f32",
+        "@%p1 add.rn.ftz.f32 %f3, %f1, %f2;": "add.rn.ftz.f32",
+        "div.approx.f32 %f3, %f1, %f2;": "div.approx.f32",
+        "mad.rn.f32 %f3, %f1, %f2, %f4;": "mad.rn.f32",
+        ".local .align 4 .b8 depot[16];": "registers spilled to memory",
+        "sqrt.rn.f32 %f9, %f8;": "2 FMA for 2 elements",
+    }.items():
         assert faults_of(f"{right}\t{line}\n", fuses=True) == [fault]
 
 

@@ -31,7 +31,6 @@ from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.step_time import RATE as RATE_OF_PRODUCTS
 from offload_trainer.plan.step_time import products_of
 from offload_trainer.plan.tiered.layout import ALIGN, pages_of, range_of_rank, rank_of, units_of
-from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiered.state_formats import RULES, state_format
 from offload_trainer.plan.tiers import DEVICE, RAM
 from offload_trainer.settings import load_config
@@ -63,9 +62,8 @@ def same_products() -> None:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    names = ("gpt2", "qwen3", "mixtral")
-    return {name: model_directory(tmp_path_factory.mktemp(name), name, tied=name == "gpt2") for name in names}
+def models(folder: Path) -> dict[str, Path]:
+    return {name: model_directory(folder / name, name, tied=name == "gpt2") for name in ("gpt2", "qwen3", "mixtral")}
 
 
 @pytest.fixture
@@ -92,9 +90,7 @@ def by_torch(
     ("architecture", "home"),
     [*(("gpt2", home) for home in HOMES), ("qwen3", "small pages"), ("mixtral", "small pages")],
 )
-def test_clipped_steps_have_torchs_bits_in_every_placement(
-    architecture: str, home: str, models: dict[str, Path], drives: list[Path]
-) -> None:
+def test_placements_have_torchs_bits(architecture: str, home: str, models: dict[str, Path], drives: list[Path]) -> None:
     """Every step is clipped and has two micro-batches. Each expert is a matrix."""
     with engine(models[architecture], *MUON, *CLIPPED, *HOMES[home], drives=drives) as ours:
         steps = train(ours, batches(8), accumulate=2, lr=RATE)
@@ -115,9 +111,7 @@ def test_matrices_without_a_gradient_are_unchanged(models: dict[str, Path], driv
 
 
 @pytest.mark.slow
-def test_a_checkpoint_has_no_second_moment_of_matrices_and_resumes_in_another_placement(
-    models: dict[str, Path], drives: list[Path], tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_second_moments(models: dict[str, Path], drives: list[Path], tmp_path: Path) -> None:
     model = models["qwen3"]
     with engine(model, *MUON, *HOMES["on two drives and in RAM"], drives=drives) as ours:
         steps = train(ours, batches(8)[:4], lr=RATE)
@@ -314,7 +308,6 @@ def test_on_a_cpu_the_update_uses_all_cores() -> None:
     for overlap in ("auto", "forward"):
         config = load_config([*words, f"tiered.overlap={overlap}"])
         plan = make_plan(config, resolve_model(config.model, seed=0).shape, machine)
-        assert isinstance(plan.sizes, TierSizes)
         assert plan.sizes.overlap == (overlap == "forward")
         seconds += [bound.seconds or 0 for bound in plan.forecast.bounds if bound.what.startswith("Muon on")]
     assert seconds[1] > 10 * seconds[0]

@@ -1,7 +1,5 @@
 """Tests of the number of blocks that a plan checkpoints, its weight buffers, and units too large for the device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

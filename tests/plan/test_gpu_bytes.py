@@ -4,14 +4,13 @@ It runs on tensors without memory (FakeTensorMode). The planned figure leaves ou
 """
 
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sample_plans import SHAPES, machine, wish
+from sample_plans import machine, wish
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
@@ -22,9 +21,7 @@ from offload_trainer.model import activations
 from offload_trainer.model.init_weights import without_values
 from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.model.presets import PRESETS
-from offload_trainer.plan.memory import peak_of
-from offload_trainer.plan.planner import make_plan, workload
-from offload_trainer.plan.shape import Activations, Growth, Part, pruned
+from offload_trainer.plan.planner import make_plan
 from offload_trainer.settings import load_config
 
 _SMALL = {"vocab_size": 3000, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -53,8 +50,6 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"rms_norm_eps": 1e-5, "tie_word_embeddings": False},
 }
 
-UNSEEN = ("CUDA context", "reserve", "allocator", "gradients in flight", "broadcasts")  # not visible as tensors
-
 
 def config_of(shape: dict[str, Any], kept: str, *, folder: Path, rows: int, length: int, **model: Any) -> TrainConfig:
     """Return the configuration of a model with the config.json `shape`; `kept`: blocks checkpointed, " in RAM"."""
@@ -70,7 +65,8 @@ def config_of(shape: dict[str, Any], kept: str, *, folder: Path, rows: int, leng
 def planned(config: TrainConfig, source: ModelSource, *, session: bool = False) -> int:
     """Return the planned GPU bytes of a run or a session, without those that no tensor shows."""
     plan = make_plan(config, source.shape, machine(gpu=10**13, ram=10**13), saves=not session)
-    unseen = (*UNSEEN, *["block inputs"] * config.model.offload_activations)  # those in transit
+    unseen = ["CUDA context", "reserve", "allocator", "gradients in flight", "broadcasts"]
+    unseen += ["block inputs"] * config.model.offload_activations  # those in transit
     return sum(item.bytes for item in plan.items if item.tier == "gpu" and item.name not in unseen)
 
 
@@ -198,34 +194,3 @@ def test_models_that_cannot_be_counted_are_estimated_and_the_plan_says_so(monkey
             needs.append(sum(i.bytes for i in items if "activations" in i.name or i.name == "block inputs"))
             assert any("a rough estimate" in item.why for item in items) == (one is shape)
         assert needs[0] == pytest.approx(needs[1], rel=0.25)
-
-
-def test_a_peak_is_the_largest_moment_and_not_their_sum() -> None:
-    gpt2 = workload(wish(), SHAPES["gpt2"])
-    block = Part(Growth(token=10), (Growth(token=12),), (Growth(fixed=1000, token=15),))
-    small = Part(Growth(), (Growth(token=1),), (Growth(token=1),))
-    head = Part(Growth(), (), (Growth(token=40), Growth(fixed=300, token=20)))
-    counted = Activations(Growth(token=2), (block,), (0, 0), Growth(token=2), small, head, (Growth(fixed=500),))
-
-    def peak(rows: int, blocks: int = 2, **kinds: Any) -> int:
-        step = {"micro_batch": rows, "seq_len": 10, "loss_chunk": 10**6, "checkpointed": 0}
-        step |= {key: kinds.pop(key) for key in [*kinds] if key in step}
-        return peak_of(replace(counted, blocks=(0,) * blocks), replace(gpt2, **step), **kinds).bytes
-
-    assert peak(1) == 2 * 10 + 10 * 10 + 1000 + 15 * 10  # the last block's backward, with what the first block keeps
-    assert peak(100) == (2 + 20 + 40) * 1000  # the loss
-    # chunks: the last one, with what the others keep
-    assert peak(100, loss_chunk=100) == (2 + 20) * 1000 + 2 * 900 + 300 + 40 * 100
-    assert peak(100, loss_chunk=10) == (2 + 10 + 15) * 1000 + 1000  # small chunks: the last block's backward needs more
-    assert peak(1, checkpointed=2) == 2 * 2 * 10 + 1000 + 15 * 10
-    assert peak(1, checkpointed=2, inputs_here=False) == 2 * 10 + 1000 + 15 * 10
-    # Of one of three blocks the input is kept, and the second block's activations below the last, and all at the loss.
-    assert peak(1, blocks=3, checkpointed=1) == (2 + 2 + 10) * 10 + 1000 + 15 * 10
-    assert peak(100, blocks=3, checkpointed=1) == (2 + 2 + 2 * 10 + 40) * 1000
-    assert peak(1, gradients=False) == (2 + 20 + 40) * 10
-    assert peak(1, waiting=5000) == 5000 + 20 + 100 + 1000 + 150  # a tied head's gradient, kept until the embedding's
-
-
-def test_moments_below_another_are_dropped() -> None:
-    least, most, other = Growth(token=1), Growth(fixed=1, token=2), Growth(pair=1)
-    assert set(pruned([least, most, other, least])) == {most, other}

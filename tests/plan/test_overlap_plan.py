@@ -10,21 +10,13 @@ from sample_plans import GB, SHAPES, cluster, least_ram, machine, rate, timed, w
 
 from offload_trainer.common.errors import UserError
 from offload_trainer.common.units import format_seconds
-from offload_trainer.plan import planner
+from offload_trainer.plan import planner, step_time
 from offload_trainer.plan.machine import MachineProfile, read_machine
 from offload_trainer.plan.memory import heap_limit
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import Weight
-from offload_trainer.plan.step_time import (
-    Bound,
-    EarlyPages,
-    Forecast,
-    Overlap,
-    UnitShare,
-    parts_of,
-    tokens_that_hide_the_update,
-)
+from offload_trainer.plan.step_time import Bound, EarlyPages, Forecast, Overlap, UnitShare, parts_of
 from offload_trainer.plan.tiered.engine import Tiered, left_free
 from offload_trainer.plan.tiered.layout import units_of
 from offload_trainer.plan.tiered.spec import Layouts, TierSizes
@@ -133,12 +125,6 @@ def test_pages_that_buffers_read_during_the_backward_arrive_earlier(pages: int, 
     assert max(planned[:buffers]) < 1.0 + 1e-9  # they arrive at once; the last of them is planned a page late
 
 
-def test_pages_are_read_in_the_time_in_which_the_backward_leaves_the_drive_idle() -> None:
-    found = forecast(4.0, 1.0, drive(4.0), drive(0.6, "backward"))
-    for step, micro_batches, pages, share in ((found, 1, 6, 0.1), (found, 4, 6, 0.025), (forecast(4.0, 1.0), 1, 0, 0)):
-        assert Overlap(step, (), micro_batches).read_before_update(pages, buffers=6) == pytest.approx(share)
-
-
 def test_only_the_first_micro_batch_hides_the_update_and_shared_resources_do_not_overlap() -> None:
     parts, cpu = [UnitShare(0.001, 0.001)] * 1000, forecast(1.0, 4.0, adamw(1.0), compute(4.0))
     for found, micro_batches, gpu, hidden in (
@@ -154,6 +140,9 @@ def test_only_the_first_micro_batch_hides_the_update_and_shared_resources_do_not
     for lost, hidden in ((0.0, 1.0), (2.0, 1.0), (3.5, 0.5), (5.0, 0.0)):  # of computation, to the drives of an update
         found = forecast(4.0, 1.0, drive(4.0, lost=lost), compute(1.0))
         assert Overlap(found, parts).hidden() == pytest.approx(hidden, abs=0.02)
+    found = forecast(4.0, 1.0, drive(4.0), drive(0.6, "backward"))  # pages are read while the drive is idle
+    for step, micro_batches, pages, share in ((found, 1, 6, 0.1), (found, 4, 6, 0.025), (forecast(4.0, 1.0), 1, 0, 0)):
+        assert Overlap(step, (), micro_batches).read_before_update(pages, buffers=6) == pytest.approx(share)
 
 
 def test_a_little_overlap_does_not_keep_a_faster_schedule_from_being_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,7 +399,7 @@ def test_an_untimed_machine_uses_the_free_schedule_and_names_the_command_that_ti
 def test_from_that_many_tokens_on_the_update_is_a_tenth(way: str) -> None:
     """A plan with that many tokens, by accumulation, confirms it, within a tenth: it also adds gradients."""
     always = [*DRIVES, "model.activation_checkpointing=on"]
-    tokens = tokens_that_hide_the_update(planned(*always, way).forecast, tokens=128)
+    tokens = step_time.tokens_that_hide_the_update(planned(*always, way).forecast, tokens=128)
     many = planned(*always, way, "--accumulate", str(round(tokens / 128))).forecast
     assert 0.09 < (many.seconds["update"] - many.hidden) / many.step < 0.103
 

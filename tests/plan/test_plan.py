@@ -1,4 +1,5 @@
-"""Tests of plans: properties that the arithmetic must have, DeepSpeed's configurations, and the screen before a run.
+"""Tests of plans: properties that the arithmetic must have, DeepSpeed's configurations, the screen before a run, and
+what a run keeps of the one that it resumes, or refuses.
 
 After an intended change, run `UPDATE_GOLDEN=1 pytest tests/plan/test_plan.py` and review the difference.
 """
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import TINY
 from sample_plans import GB, SHAPES, least_ram, machine, timed, wish
 
 from offload_trainer.cli import main
@@ -27,23 +29,14 @@ from offload_trainer.plan.machine import DriveFacts, MachineProfile, Rate, Rates
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.shape import ModelShape, Weight
-from offload_trainer.plan.tiered.layout import (
-    ALIGN,
-    DEVICE,
-    RAM,
-    Unit,
-    aligned,
-    pages_of,
-    range_of_rank,
-    rank_of,
-    units_of,
-)
-from offload_trainer.plan.tiered.spec import TierSizes
+from offload_trainer.plan.tiered.layout import ALIGN, Unit, aligned, pages_of, range_of_rank, rank_of, units_of
 from offload_trainer.plan.tiered.weight_streaming import NCCL_BYTES, fetches
-from offload_trainer.plan.tiers import Placement
+from offload_trainer.plan.tiers import DEVICE, RAM, Placement
+from offload_trainer.run import planning, resume
 from offload_trainer.run.commands.plan import plan_elsewhere
-from offload_trainer.run.planning import _moves, model_of, planned, with_what_fits
+from offload_trainer.run.planning import _moves, _with_resumed_choices, model_of, plan_run, planned, with_what_fits
 from offload_trainer.settings import load_config
+from offload_trainer.storage.manifest import CONFIG, FORMAT, MANIFEST, Manifest, differences, refuse_other_run
 
 pytestmark = pytest.mark.usefixtures("counted_once")
 
@@ -186,35 +179,28 @@ def held(*words: str, world: int, nodes: int = 1) -> Counter[str]:
     return found
 
 
-def test_shared_state_is_in_ram_once() -> None:
-    """Four ranks have one rank's state, sums and weights in RAM, four processes, and buffers to exchange gradients."""
+def test_ranks_and_nodes_share_the_state_and_move_the_drive_bytes_of_one_rank() -> None:
+    """Four ranks, as many micro-batches on two or three ranks as on one, and four nodes of two ranks."""
     words = ("--params", "cpu", "placement.gradients=cpu", "--gpu-fraction", "0", "--ram-fraction", "0.5")
     one, four = (held(*words, "--accumulate", str(4 // world), world=world) for world in (1, 4))
     for name in ("ram state in RAM", "/ssd state", "ram gradients", "ram weights", "update read", "update written"):
         assert four[name] == pytest.approx(one[name], rel=1e-2), name
     for name in ("ram process", "gpu weights in use", "gpu CUDA context"):
         assert four[name] == 4 * one[name], name
-    unit = max(unit.trained for unit in units_of(SHAPES["gpt2-medium"]))
-    assert four["ram gradient exchange"] == 4 * 2 * 2 * unit
+    units = units_of(SHAPES["gpt2-medium"])
+    assert four["ram gradient exchange"] == 4 * 2 * 2 * max(unit.trained for unit in units)
     assert four["gpu broadcasts"] == 4 * NCCL_BYTES  # a communicator of all ranks, for new weights on the devices
     assert "gpu broadcasts" not in one
 
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_move_the_drive_bytes_of_one(world: int) -> None:
-    """Each rank has as many micro-batches, and weights pass through shared RAM."""
     away = ("--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "--accumulate", "2")
-    one, several = (held(*away, "tiered.micro_batch_order=depth_first", world=ranks) for ranks in (1, world))
-    largest = max(unit.elements for unit in units_of(SHAPES["gpt2-medium"]))
-    assert several["ram weights read"] == 2 * 2 * largest
+    one, *others = (held(*away, "tiered.micro_batch_order=depth_first", world=ranks) for ranks in (1, 2, 3))
     assert "ram weights read" not in one
     of_node = [name for name in one if name.endswith((" read", " written"))] + ["/ssd weights", "ram gradient buffers"]
     assert len(of_node) == 8
-    assert {name: several[name] for name in of_node} == {name: one[name] for name in of_node}
+    for several in others:  # weights pass through shared RAM
+        assert several["ram weights read"] == 2 * 2 * max(unit.elements for unit in units)
+        assert {name: several[name] for name in of_node} == {name: one[name] for name in of_node}
 
-
-def test_a_node_stores_all_weights_and_its_ranks_share_of_the_rest() -> None:
-    """Four nodes of 2 ranks, compared with one node of 2, hold a quarter of the state each, up to a page's size."""
     words = ("--params", "cpu", "--ram-fraction", "0.5")
     one, four = (held(*words, "--accumulate", str(8 // n), world=2 * n, nodes=n) for n in (1, 4))
     for name in ("ram state in RAM", "/ssd state", "ram gradients", "update read", "update written"):
@@ -232,7 +218,9 @@ def test_tiers_and_ranks_divide_the_state() -> None:
     for (gpu, ram), speeds, ahead, ranks in [*cases, *product([(0.0, 0.5)], ([1.0],), (False,), (2, 3, 8))]:
         way = {"page": 100_000, "ahead": ahead, "ranks": ranks}
         cut = pages_of(units, shares=[(DEVICE, gpu), (RAM, ram)], speeds=speeds, **way)
-        ends, held = dict.fromkeys(range(len(units)), 0), Counter[tuple[int, int]]()
+        assert all(cut.pages[one.number] is one.page and cut.owners[one.number] == one.rank for one in cut.groups)
+        kinds = {(one.rank, one.page.unit, one.page.home, one.page.elements): one.count for one in cut.groups}
+        ends, held, counted = dict.fromkeys(range(len(units)), 0), Counter[tuple[int, int]](), Counter[Any]()
         for page, owner in zip(cut.pages, cut.owners, strict=True):
             assert page.start == ends[page.unit]
             assert page.start % ALIGN == page.elements % ALIGN == 0
@@ -242,7 +230,9 @@ def test_tiers_and_ranks_divide_the_state() -> None:
             assert first <= page.start < page.start + page.elements <= end
             assert all(rank_of(units[page.unit], element, ranks=ranks) == owner for element in (first, end - 1))
             held[owner, page.home] += page.elements
+            counted[owner, page.unit, page.home, page.elements] += 1
         assert [ends[unit.index] for unit in units] == [unit.trained for unit in units]
+        assert kinds == counted
         on_gpu, in_ram = (sum(held[rank, home] for rank in range(ranks)) for home in (DEVICE, RAM))
         assert 0 <= on_gpu - gpu * total < ALIGN
         assert ranks > 1 or abs(in_ram - ram * total) < ALIGN
@@ -365,7 +355,6 @@ def test_breadth_first_a_gpu_with_room_adds_the_gradients_of_all_units_or_of_the
         here = replace(machine(gpu=room, ram=500 * GB), rates=rates)
         plan = make_plan(wish(*words), shape, here, world=ranks)
         assert plan.fits
-        assert isinstance(plan.sizes, TierSizes)
         assert plan.sizes.device_sums == most
         items = {item.name: item for item in plan.items}
         assert not sums or max(items["gradient sums"].of_ranks) == 4 * sums
@@ -411,18 +400,6 @@ def test_rows_longer_than_the_context_and_needs_of_a_model_without_state_are_ref
     frozen = tuple(replace(weight, trainable=False) for weight in SHAPES["gpt2"].weights)
     shape = replace(SHAPES["gpt2"], weights=frozen)
     assert not make_plan(wish("--engine", "tiered"), shape, machine(gpu=GB, ram=GB), saves=False).fits
-
-
-# -- layouts that candidates share: each is computed once, and equals what a candidate would compute alone -------------
-
-
-def test_page_groups_count_the_pages_of_each_kind() -> None:
-    cut = pages_of(units_of(SHAPES["gpt2-medium"]), page=1 << 18, shares=[(RAM, 0.4)], speeds=[2.0, 1.0], ranks=4)
-    placed = zip(cut.pages, cut.owners, strict=True)
-    kinds = Counter((rank, page.unit, page.home, page.elements) for page, rank in placed)
-    found = {(one.rank, one.page.unit, one.page.home, one.page.elements): one for one in cut.groups}
-    assert all(cut.pages[one.number] is one.page and cut.owners[one.number] == one.rank for one in cut.groups)
-    assert {kind: one.count for kind, one in found.items()} == kinds
 
 
 def test_a_repeated_order_is_simulated_until_it_repeats(seed: int) -> None:
@@ -503,8 +480,91 @@ def test_a_long_plan_ends_within_its_screen() -> None:
     assert "note: fp16" in screen_of(plan)  # rejections are left out before notes
 
 
-def test_room_is_planned_for_one_checkpoint_more_than_are_kept() -> None:
-    each = 12 * SHAPES["gpt2"].parameters  # fp32 master and moments
-    for keep in (1, 3):
-        plan = make_plan(wish("--save-every", "5", f"save.keep={keep}"), SHAPES["gpt2"], machine())
-        assert [item.bytes for item in plan.items if item.name == "checkpoints"] == [(keep + 1) * each]
+# -- a run and the one that it resumes --------------------------------------------------------------------------------
+
+SAVED = {"seed": 0, "seq_len": 32, "tokens": 100, "training rows": 3, "text": 77, "tokenizer": "abc"}
+SAVED[CONFIG] = {"rope_theta": 1e4, "head_dim": None, "of_an_older_version": 1}
+
+DATA = "the text of --data is another, or has changed since"
+VALIDATION = DATA.replace("--data", "--validation-data") + "; or only one of the two has such a text"
+HEAD = "config.json's head_dim: it has none, this run 8"
+NUMBERS = {"rope_theta": 5e5, "head_dim": 8, "of_a_newer_version": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        ({}, []),
+        (dict.fromkeys(("tokens", "training rows", "text", "tokenizer", "validation text")), []),  # not known
+        ({"text": 78, "tokens": 120, "training rows": 4}, [f"{DATA}: 100 tokens, now 120"]),
+        ({"text": 78}, [f"{DATA}: as many tokens (100), but not the same"]),
+        ({"training rows": 4}, ["training rows: it has 3, this run 4"]),
+        ({"tokenizer": "xyz", "text": 5, "tokens": 90}, ["tokenizer: it has abc, this run xyz"]),
+        ({"seed": 1, "seq_len": 64}, ["seed: it has 0, this run 1", "seq_len: it has 32, this run 64"]),
+        ({CONFIG: NUMBERS}, ["config.json's rope_theta: it has 10000.0, this run 500000.0", HEAD]),
+        ({"validation text": 5}, [VALIDATION]),
+    ],
+)
+def test_differences_are_described(changes: dict[str, object], lines: list[str]) -> None:
+    assert differences(SAVED, SAVED | changes) == lines
+    assert len(differences(SAVED | changes, SAVED)) == len(lines)
+
+
+def test_the_advice_is_one_that_works() -> None:
+    many = {f"w{i}": 0 for i in range(30)}
+    saved = Manifest(FORMAT, 2, identity=SAVED, layout=many, files={})
+    with pytest.raises(UserError) as caught:
+        refuse_other_run(Path("runs/a/checkpoints/step-2"), saved, identity=SAVED | {"text": 1}, layout={})
+    assert "name another --output, or move runs/a/checkpoints away" in str(caught.value)
+    assert "--resume never" not in str(caught.value)
+    with pytest.raises(UserError, match="and 20 more"):
+        refuse_other_run(Path("c"), saved, identity=SAVED, layout=dict.fromkeys(many, 1))
+
+
+@pytest.mark.slow
+def test_a_plan_refuses_another_runs_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only the manifest exists, since `plan` reads nothing else of a checkpoint."""
+    output = tmp_path / "run"
+    checkpoint = output / "checkpoints" / "step-00000002"
+    checkpoint.mkdir(parents=True)
+    assert main(["plan", *TINY, "--output", str(output)]) == 2
+    identity = SAVED | {"shuffle": True, "tokens": 5, "text": 6, "parameters": None, "initial weights": None}
+    del identity["training rows"]
+    manifest = {"format": 2, "step": 2, "identity": identity, "layout": {}, "files": {}}
+    for other, words, told in (
+        ({}, ["--seed", "1"], "seed: it has 0, this run 1"),
+        ({}, [], "transformer.wte.weight: it has none"),  # the weights are missing
+        ({"format": 1, "layout": None}, [], "written in format 1, this version reads 2"),
+    ):
+        (checkpoint / MANIFEST).write_text(json.dumps(manifest | other))
+        assert main(["plan", *TINY, "--output", str(output), *words]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_choices_that_change_bits_are_kept_unless_the_user_chooses() -> None:
+    """On a CPU the bits do not depend on the number of checkpointed blocks, so the plan chooses it again."""
+
+    def resumed(before: int | str, *more: str, on_gpu: bool = True) -> int | str:
+        was = {"model": {"activation_checkpointing": before}}
+        return _with_resumed_choices(load_config([*TINY, *more]), was, on_gpu=on_gpu).model.activation_checkpointing
+
+    for count in (1, "on", "off"):
+        assert resumed(count) == count
+        assert resumed(count, on_gpu=False) == "auto"
+    assert resumed("on", "model.activation_checkpointing=1") == 1
+    assert resumed(1, "parallel.pipeline=2") == "auto"  # whose blocks are all checkpointed
+    # Nothing could be offloaded with the number of the run before.
+    assert resumed("off", "model.offload_activations=true") == "auto"
+
+
+def test_a_run_keeps_the_checkpointed_blocks_of_the_run_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU; unless nothing fits with them, or the user chooses."""
+
+    def blocks(before: object, *words: str, gpu: int = 24 * GB) -> int:
+        monkeypatch.setattr(planning, "machine_here", lambda *_, **__: machine(gpu=gpu))
+        monkeypatch.setattr(resume, "earlier_run", lambda _: ({"model": {"activation_checkpointing": before}}, False))
+        return plan_run(load_config([*TINY, *words])).plan.work.checkpointed
+
+    assert [blocks(count) for count in (0, 1, 2)] == [0, 1, 2]
+    assert blocks(1, "model.activation_checkpointing=on") == 2
+    assert blocks("off", "--micro-batch", "64", gpu=GB) == 2

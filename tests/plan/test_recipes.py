@@ -19,10 +19,9 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
-SCRIPTS = sorted((ROOT / "configs").glob("*.py"))
 HEADS = {
     path.stem: dict(re.findall(r"^# (run|plan|memory): +(.*)$", path.read_text(), re.MULTILINE))
-    for path in (*RECIPES, *SCRIPTS)
+    for path in (*RECIPES, *sorted((ROOT / "configs").glob("*.py")))
 }
 
 _LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}
@@ -51,7 +50,6 @@ TRAINED = ["gpt2-10b-v100-32gb", "long-rows", "llama-8b-rtx4090-64gb", "qwen3-30
 
 
 def folder_of(config: PretrainedConfig, folder: Path, **changes: object) -> Path:
-    """Write a model directory without weights."""
     kind = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
     keys = config.to_dict()
     keys |= {key: value for key, value in changes.items() if key in keys} | {"architectures": [kind[config.model_type]]}

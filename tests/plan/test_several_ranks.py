@@ -16,19 +16,8 @@ from offload_trainer.cli import main
 from offload_trainer.common.errors import UserError
 from offload_trainer.common.units import format_seconds
 from offload_trainer.config import DeepSpeedSection
-from offload_trainer.plan.communication import (
-    GPUS,
-    NETWORK,
-    OUTBOX,
-    STEP_BARRIERS,
-    Collective,
-    column_products,
-    link_seconds,
-    part_held,
-    refusal,
-    tensor_collectives,
-    zero_collectives,
-)
+from offload_trainer.plan import communication
+from offload_trainer.plan.communication import GPUS, NETWORK, OUTBOX, STEP_BARRIERS, Collective, link_seconds, refusal
 from offload_trainer.plan.deepspeed import gathered, zero_sizes
 from offload_trainer.plan.machine import Links, MachineProfile, read_machine
 from offload_trainer.plan.plan import Plan
@@ -130,7 +119,7 @@ def work(*words: str, world: int = 8, nodes: int = 1) -> Workload:
 
 def test_collectives_by_hand() -> None:
     """gpt2-medium has 4 matrices a block, 2 of them split by columns, in 24 blocks with bf16 states of 1024."""
-    moved = zero_collectives(work("--accumulate", "3"), stage=1, trained=800, gathered={})
+    moved = communication.zero_collectives(work("--accumulate", "3"), stage=1, trained=800, gathered={})
     found = [(sent.phase, sent.bytes) for sent in moved]
     assert found == [("backward", pytest.approx(7 / 8 * 2 * 800)), ("update", pytest.approx(7 / 8 * 2 * 800))]
     # Of rings of `group` ranks at a distance of `stride`, `times` enter a node of `here` ranks.
@@ -139,15 +128,15 @@ def test_collectives_by_hand() -> None:
         assert Collective("forward", 100.0, group, stride).network(here) == 100.0 * times, (group, stride, here)
 
     step = work("--micro-batch", "2", "--accumulate", "5", "--seq-len", "512", "model.activation_checkpointing=off")
-    forward, backward = tensor_collectives(replace(step, tensor=8))
+    forward, backward = communication.tensor_collectives(replace(step, tensor=8))
     each = 2 * 7 / 8 * 2 * (2 * 512) * 1024
-    assert column_products(SHAPE) == 2
+    assert communication.column_products(SHAPE) == 2
     assert (forward.phase, forward.bytes) == ("forward", pytest.approx(5 * 24 * 2 * each))
     assert (backward.phase, backward.bytes) == ("backward", pytest.approx(5 * 24 * 2 * each))
-    _, again = tensor_collectives(replace(step, tensor=8, checkpointed=24))
+    _, again = communication.tensor_collectives(replace(step, tensor=8, checkpointed=24))
     assert again.bytes == pytest.approx(5 * 24 * 3 * each)
     matrices = 24 * 12 * 1024**2
-    held = sum(part_held(weight, 8) for weight in SHAPE.weights)
+    held = sum(communication.part_held(weight, 8) for weight in SHAPE.weights)
     assert held == matrices // 8 + SHAPE.parameters - matrices
 
 
@@ -249,7 +238,10 @@ def of_node(here: MachineProfile, *words: str, gpus: int = 8) -> Plan:
 
 
 def test_rates_of_all_at_once() -> None:
-    """Timed rates are used; otherwise one GPU's rate, limited by its share of the common memory."""
+    """Timed rates are used; otherwise one GPU's rate, limited by its share of the common memory.
+
+    Much PCIe 4.0 hardware copies in at half of its rate while it copies out; several GPUs slow both alike.
+    """
     alone = at_once(node(), ranks=1).rates
     assert alone == node().rates
     few, many = at_once(node(), ranks=8).rates, at_once(node(), ranks=16).rates
@@ -258,6 +250,13 @@ def test_rates_of_all_at_once() -> None:
     assert many.both_ways.value == 3e10 / 2
     timed = at_once(node(to_device_at_once=1e10, from_device_at_once=2e10), ranks=8).rates
     assert (timed.to_device.value, timed.from_device.value) == (1e10, 2e10)
+    alone = cluster(copies=(25e9, 25e9, 12e9))
+    apart = replace(alone, rates=replace(alone.rates, both_ways_out=rate(24e9)))
+    assert copy_seconds(12 * GB, 24 * GB, apart) == pytest.approx(1.0)
+    assert copy_seconds(25 * GB, 24 * GB, apart) == pytest.approx(1.0 + 13 / 25)
+    assert copy_seconds(12 * GB, 24 * GB, alone) == pytest.approx(1.0 + 12 / 25)
+    several = at_once(replace(apart, links=Links(to_device_at_once=rate(12.5e9))), ranks=2).rates
+    assert (several.both_ways, several.both_ways_out) == (rate(6e9), rate(12e9))
 
 
 @pytest.mark.parametrize(
@@ -315,14 +314,3 @@ def test_without_gpus_shards_are_gathered_only_on_request() -> None:
         plan = of_node(node(), *words, "tiered.weight_transfer=all_gather", gpus=gpus)
         assert not plan.sizes.by_parts
         assert any("tiered.weight_transfer=all_gather has no effect here" in note for note in plan.notes)
-
-
-def test_copies_in_both_directions_at_once_have_a_rate_each() -> None:
-    """Much PCIe 4.0 hardware copies in at half of its rate while it copies out; several GPUs slow both alike."""
-    alone = cluster(copies=(25e9, 25e9, 12e9))
-    apart = replace(alone, rates=replace(alone.rates, both_ways_out=rate(24e9)))
-    assert copy_seconds(12 * GB, 24 * GB, apart) == pytest.approx(1.0)
-    assert copy_seconds(25 * GB, 24 * GB, apart) == pytest.approx(1.0 + 13 / 25)
-    assert copy_seconds(12 * GB, 24 * GB, alone) == pytest.approx(1.0 + 12 / 25)
-    several = at_once(replace(apart, links=Links(to_device_at_once=rate(12.5e9))), ranks=2).rates
-    assert (several.both_ways, several.both_ways_out) == (rate(6e9), rate(12e9))

@@ -281,7 +281,7 @@ def test_an_interrupted_update_does_not_keep_the_engine_from_closing(
         raise KeyboardInterrupt
 
     with build("all in RAM", IN_LINE) as ours:
-        monkeypatch.setattr(ours.offloaded.updater, "_compute", interrupted)
+        monkeypatch.setattr(ours.offloaded.updater, "_update_page", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(ours, batches(1))
         model = ours._module.model

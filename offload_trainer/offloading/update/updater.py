@@ -520,7 +520,7 @@ class Updater:
         for unit, pages in self._device_pages.items():
             with self._device.side_stream(after=after):
                 for memory in pages:
-                    self._compute_on_device(memory, params)
+                    self._update_page(memory, params)
                 there, count = self._device.reached(), sum(memory.pages for memory in pages)
                 self._update_progress.when_written(unit, weights=there, whole=there, pages=count)
         for _ in range(len(self.pipeline) - len(kept)):
@@ -529,12 +529,12 @@ class Updater:
             number = page.route.number
             if page.route.on_device:
                 with self._device.side_stream(after=after):
-                    self._compute_on_device(page, params)
+                    self._update_page(page, params)
                     self._report_written(number, self.pipeline.write_back(page, self._device.reached()))
                 continue
             if number in undone:
                 self._copy(self.shadows[number], page.state)
-            self._compute(page, params)
+            self._update_page(page, params)
             self._report_written(number, self.pipeline.write_back(page, done()))
 
     def _report_written(self, number: int, sent: PendingWrite) -> None:
@@ -599,7 +599,7 @@ class Updater:
             while (page := self.pipeline.next()) is not None:
                 speculative.began = speculative.began or time.perf_counter()
                 number = page.route.number
-                self._compute(replace(page, shadow=self.shadows.get(number)), speculative.expected)
+                self._update_page(replace(page, shadow=self.shadows.get(number)), speculative.expected)
                 speculative.written[number] = self.pipeline.write_back(page, done())
         except BaseException as error:
             speculative.error = error
@@ -629,50 +629,33 @@ class Updater:
 
     # -- a page -------------------------------------------------------------------------------------------------------
 
-    def _compute(self, page: PageMemory, params: StepParams) -> None:
-        rest = "weights" in page.route.through_host
-        self._update_page(self._kernel, page, page.gradient, page.out, params, rest=rest)
-
-    def _compute_on_device(self, page: PageMemory, params: StepParams) -> None:
-        """Queue the update of one page on the device's side stream, with copies of the parts that are not there."""
-        route, gradient, out, count = page.route, page.gradient, page.out, page.route.page.elements
+    def _update_page(self, memory: PageMemory, params: StepParams) -> None:
+        """Update a page; one on the device is queued, with copies of the parts that are not there."""
+        route, gradient, out = memory.route, memory.gradient, memory.out
+        page, number = route.page, route.number
         if "gradient" in route.through_device:
-            gradient = self._device_gradient[:count].copy_(gradient, non_blocking=True)
-        staged = "weights" in route.through_device
-        if staged:
-            out = self._device_out[:count]
-        self._update_page(self._device_kernel, page, gradient, out, params, rest=staged)
-        if staged:
-            page.out.copy_(out, non_blocking=True)
-
-    def _update_page(
-        self,
-        kernel: Kernel,
-        memory: PageMemory,
-        gradient: torch.Tensor,
-        out: torch.Tensor,
-        params: StepParams,
-        *,
-        rest: bool,
-    ) -> None:
-        """Run `kernel` on a page. `rest`: also write the weights of elements that are not updated in this step."""
-        number, page = memory.route.number, memory.route.page
+            gradient = self._device_gradient[: page.elements].copy_(gradient, non_blocking=True)
+        if "weights" in route.through_device:
+            out = self._device_out[: page.elements]
         if self._snapshot is not None:
             self._snapshot.wait_for(number)
         fields = memory.fields or self._store.fields(number, memory.state)
         parts = clip_ranges(params.ranges[page.unit], page.start, page.start + page.elements)
-        if rest:
+        if "weights" in route.through_host | route.through_device:  # also those that this step does not update
             ends = [0, *(part.end for part in parts)]
             starts = [*(part.start for part in parts), page.elements]
             for end, start in zip(ends, starts, strict=True):
                 if start > end:
                     out[end:start].copy_(fields["master"][end:start], non_blocking=True)
+        kernel = self._device_kernel if route.on_device else self._kernel
         shadow, updated = memory.shadow, sum(part.end - part.start for part in parts)
         if shadow is not None and not (isinstance(kernel, NativeKernel) and updated == page.elements):
             self._copy(memory.state, shadow)
             shadow = None
         given = (fields, gradient, out, parts, self._store.format, params.scale, params.noise(page.unit))
         kernel.update_page(PageUpdate(*given, page.unit, page.start, shadow))
+        if "weights" in route.through_device:
+            memory.out.copy_(out, non_blocking=True)
 
 
 def _extends(run: Sequence[PageMemory], memory: PageMemory) -> bool:

@@ -96,8 +96,7 @@ class TieredEngine:
             if self._pipeline > 1:
                 self._blocks = [self._module.model.get_submodule(name) for name in work.shape.blocks]
                 owners = [self.rank * self._pipeline + owner for owner in work.owners]
-                stream = self.offloaded.stream
-                cuts = Cuts(owners, slots_of(work), node=parts.node, device=parts.device, stream=stream)
+                cuts = Cuts(parts, owners, slots_of(work), stream=self.offloaded.stream)
             if work.breadth_first:
                 # Inputs that have left the device come back in the reverse order.
                 in_order = cuts is not None and not work.inputs_away

@@ -231,7 +231,7 @@ def test_a_changed_page_of_state_is_always_found(words: list[str], build: Build)
         train(ours, batches(2))
         ours.synchronize()
         store = ours.offloaded.store
-        file, offset = store._where(0, store.copies.valid(0))
+        file, offset = store._where(0, store.copies.valid[0])
         np.memmap(file.path, np.uint8, "r+")[offset + 40] ^= 1
         name = next(iter(ours.offloaded.state.pieces(0)))[0]
         wrong = rf"state: page 0, \d+ bytes at {offset}, is damaged.*its master does not have the CRC-32"

@@ -82,7 +82,7 @@ class PageCopies:
         """Set up `count` copies (1 or 2) of pages on drives; `compute` returns a buffer's CRC-32. All ranks call it."""
         self.count, self._compute, pages, fields = count, compute, table.pages, table.format.fields
         self._two = [count == 2 and on_drive(page.home) for page in pages]
-        self._valid = bytearray(len(pages))
+        self.valid = bytearray(len(pages))  # the valid copy of each page, as of the last flip: 0 or 1
         self._newest = node.memory(len(pages)).numpy()
         self._written: set[int] = set()
         self._fields = list(fields)
@@ -90,17 +90,13 @@ class PageCopies:
         memory = node.memory(_SUM_BYTES * len(pages) * count * len(fields)).numpy()
         self._sums = memory.view(np.uint32).reshape(len(pages), count, len(fields))
 
-    def valid(self, number: int) -> int:
-        """Return the valid copy of the page, as of the last flip: 0 or 1."""
-        return self._valid[number]
-
     def newest(self, number: int) -> int:
         """Return the copy that any rank wrote last; its content is complete once that write has completed."""
         return int(self._newest[number])
 
     def free(self, number: int) -> int:
         """Return the copy that the next write goes to."""
-        return 1 - self._valid[number] if self._two[number] else 0
+        return 1 - self.valid[number] if self._two[number] else 0
 
     def written(self, number: int) -> None:
         """Record a write of the page to its free copy. Any thread may call it."""
@@ -111,13 +107,13 @@ class PageCopies:
     def flip(self) -> None:
         """Make all copies that this rank has written the valid ones; call it after their writes have completed."""
         for number in self._written:
-            self._valid[number] = self.free(number)
+            self.valid[number] = self.free(number)
         self._written.clear()
 
     def forget(self) -> None:
         """Discard all written copies. Call it after their writes have completed, or they could overwrite later ones."""
         for number in self._written:
-            self._newest[number] = self._valid[number]
+            self._newest[number] = self.valid[number]
         self._written.clear()
 
     def keep_sums(self, number: int, copy: int, data: torch.Tensor) -> None:
@@ -141,7 +137,7 @@ class PageCopies:
 
     def begin(self, newest: Sequence[int], sums: bytes) -> None:
         """Take over an earlier process's files: the valid copy of each page, and `sums` as from `record`."""
-        self._valid[:] = bytes(newest)
+        self.valid[:] = bytes(newest)
         self._newest[:] = newest
         given = np.frombuffer(sums, np.uint32).reshape(len(newest), len(self._fields))
         self._sums[np.arange(len(newest)), self._newest] = given
@@ -198,7 +194,7 @@ class PageStore:
         """
         if (resident := self.on_device(number)) is not None:
             return self._copy(resident, buffer)
-        copy = self.copies.valid(number) if copy is None else copy
+        copy = self.copies.valid[number] if copy is None else copy
         read = self._transfers.read(*self._where(number, copy), buffer)
         return followed(read, partial(self._compare, number, copy, buffer))
 
@@ -365,7 +361,7 @@ class PageSnapshot:
 
     def __init__(self, store: PageStore, numbers: Sequence[int]) -> None:
         self._store, self._numbers = store, numbers
-        self._copies = {number: store.copies.valid(number) for number in numbers}
+        self._copies = {number: store.copies.valid[number] for number in numbers}
         self._read = 0  # pages before this number have been read and may change
         self._closed = False
         self._changed = threading.Condition()

@@ -197,29 +197,24 @@ class QuantisedUnit:
         """Return the stored form of a whole frozen weight or of trained elements, and the element where it belongs."""
         if start < self._trained:
             return start, values
-        weight, size = self._weights[start], self._dtype.itemsize
+        weight, first = self._weights[start], self._weights[start].values // self._dtype.itemsize
         assert layout.aligned(values.numel(), layout.PAD) == weight.elements or values.numel() == weight.elements
-        if weight.format is None:
-            return weight.values // size, values
-        return weight.values // size, _stored(values, weight, weight.format).view(self._dtype)
-
-
-def _stored(values: torch.Tensor, weight: layout.StoredWeight, format: layout.WeightFormat) -> torch.Tensor:
-    """Return codes and scales (uint8) of a weight, quantised on the CPU in pieces."""
-    functional, made = _bitsandbytes(format.name), torch.zeros(weight.end - weight.values, dtype=torch.uint8)
-    codes, scales = made, made[weight.scales - weight.values :]
-    for first in range(0, weight.elements, layout.PIECE):
-        piece = values[first : first + layout.PIECE].to("cpu", torch.bfloat16)
-        piece = torch.nn.functional.pad(piece, (0, layout.aligned(piece.numel(), layout.PAD) - piece.numel()))
-        if format.bits == 4:
-            some_codes, state = functional.quantize_4bit(piece, blocksize=format.block, quant_type=format.name)
-        else:
-            table = _table(torch.device("cpu"))
-            some_codes, state = functional.quantize_blockwise(piece, code=table, blocksize=format.block)
-        some_scales = state.absmax.to(torch.bfloat16).view(torch.uint8)
-        codes[format.code_bytes(first) :][: some_codes.numel()] = some_codes.reshape(-1)
-        scales[format.scale_bytes(first) :][: some_scales.numel()] = some_scales
-    return made
+        if (format := weight.format) is None:
+            return first, values
+        functional, made = _bitsandbytes(format.name), torch.zeros(weight.end - weight.values, dtype=torch.uint8)
+        codes, scales = made, made[weight.scales - weight.values :]
+        for at in range(0, weight.elements, layout.PIECE):  # quantised on the CPU
+            piece = values[at : at + layout.PIECE].to("cpu", torch.bfloat16)
+            piece = torch.nn.functional.pad(piece, (0, layout.aligned(piece.numel(), layout.PAD) - piece.numel()))
+            if format.bits == 4:
+                some_codes, state = functional.quantize_4bit(piece, blocksize=format.block, quant_type=format.name)
+            else:
+                table = _table(torch.device("cpu"))
+                some_codes, state = functional.quantize_blockwise(piece, code=table, blocksize=format.block)
+            some_scales = state.absmax.to(torch.bfloat16).view(torch.uint8)
+            codes[format.code_bytes(at) :][: some_codes.numel()] = some_codes.reshape(-1)
+            scales[format.scale_bytes(at) :][: some_scales.numel()] = some_scales
+        return first, made.view(self._dtype)
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, format: layout.WeightFormat, into: torch.Tensor) -> None:

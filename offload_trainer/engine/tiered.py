@@ -46,7 +46,6 @@ from offload_trainer.storage.transfer import Transfers
 from offload_trainer.telemetry.meters import PhaseClock
 
 Say = Callable[[str], None]
-_SWITCH_SECONDS = 0.0005
 _RECENT, _AT_MOST = 8, 2  # recent steps, and how many of them may have been clipped or skipped
 
 
@@ -258,8 +257,14 @@ def open_parts(
     device = _device(units, placement, itemsize=dtype.itemsize)
     stack.callback(device.close)
     node = Node(together=work.world > 1, by_parts=sizes.by_parts)
+    stages = [(0, [*reversed(units)])]
     if work.pipeline > 1:
         node.peers = Node(together=True, every=work.pipeline)
+        numbers = block_numbers(units, work.shape)
+        stages = [
+            (owner, [units[unit] for unit, number in numbers.items() if number == block])
+            for block, owner in reversed([*enumerate(work.owners)])
+        ]
     assert node.world == work.world, "pages are laid out for other ranks than there are"
     assert len(node.nodes) == work.nodes, "and for other nodes"
     drives = Drives(directories, Transfers(drives=len(directories)))
@@ -278,28 +283,18 @@ def open_parts(
         gradient_dtype=torch.float32 if work.gradient_bytes == 4 else dtype,
         ring_bytes=gradient_ring(work, homes, sizes, gpu=device.is_cuda),
         node=node,
-        stages=_stages(work, units),
+        stages=stages,
         device=device,
         drives=drives,
         kernels=(kernel, _device_kernel(homes, device, kernel, say=say)),
     )
 
 
-def _stages(work: Workload, units: Sequence[Unit]) -> list[tuple[int, list[Unit]]]:
-    if work.pipeline == 1:
-        return [(0, [*reversed(units)])]
-    numbers = block_numbers(units, work.shape)
-    return [
-        (owner, [units[unit] for unit, number in numbers.items() if number == block])
-        for block, owner in reversed([*enumerate(work.owners)])
-    ]
-
-
 def _device(units: Sequence[Unit], placement: Placement, *, itemsize: int) -> Device:
     if not torch.cuda.is_available():
         return CpuDevice()
     # Threads of copies and of the update hand the interpreter over to the launching thread sooner than after 5 ms.
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    sys.setswitchinterval(0.0005)
     largest = max(unit.stored_bytes(itemsize) for unit in units)
     staging = largest if placement.params == TierKind.DRIVES else 0
     return CudaDevice(torch.device("cuda", torch.cuda.current_device()), staging_bytes=staging, stagings=2)

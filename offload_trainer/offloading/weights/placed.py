@@ -59,10 +59,6 @@ class PlacedWeights:
         """Return the unit in its stored form if it is on the device, else None."""
         return self._residents.get(unit)
 
-    def in_place(self, unit: int) -> torch.Tensor | None:
-        """Return the unit's elements if the model can use them where they are stored, else None."""
-        return self.resident(unit) if self.units[unit].in_place(self.homes[unit]) else None
-
     def fetch(
         self, unit: int, source: torch.Tensor | Read, memory: torch.Tensor, packed: torch.Tensor, *, after: Any
     ) -> DeviceCopy:

@@ -82,7 +82,9 @@ class WeightPrefetcher:
             for unit in weights.units
         }
         self._named = {weight.place.weight.name: weight for inside in self._inside.values() for weight in inside}
-        self._in_place = {unit: memory for unit in self._inside if (memory := weights.in_place(unit)) is not None}
+        # Units whose elements the model uses where they are stored.
+        there = (unit.index for unit in weights.units if unit.in_place(weights.homes[unit.index]))
+        self._in_place = {unit: memory for unit in there if (memory := weights.resident(unit)) is not None}
         for unit in self._inside:
             self._point(unit, self._in_place.get(unit, self._placeholder))
         units = [unit for unit in weights.units if unit.index not in self._in_place]

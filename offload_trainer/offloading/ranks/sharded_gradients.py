@@ -159,7 +159,6 @@ class ShardedGradients:
         return node.send_recv(out, into)
 
     def _finish_exchange(self) -> None:
-        """Finish the exchange that has begun, if any."""
         if self._exchange_begun is None:
             return
         (unit, box, wait_for_transfers, last), arrived = self._exchange_begun, self._intake.arrived

@@ -85,8 +85,7 @@ class SpeculativeStep:
         """Return the updated pages that are valid for the step's actual parameters."""
         if replace(self.expected, ranges=params.ranges) != params:
             return set()
-        pairs = zip(self.expected.ranges, params.ranges, strict=True)
-        same = [expected == actual for expected, actual in pairs]
+        same = [expected == actual for expected, actual in zip(self.expected.ranges, params.ranges, strict=True)]
         return {number for number in self.written if same[pages[number].unit]}
 
 
@@ -362,7 +361,18 @@ class PagePipeline:
                 self._free.append(slot)
                 return
             coming.remove(route)
-            page = self._start_read(route, slot, newest=early)
+            self._in_slots.add(route.number)
+            state, gradient, out = self._slots[slot]
+            count, page = route.page.elements, replace(self._memory[route.number], slot=slot)
+            if "gradient" in route.through_host:
+                page.gradient = gradient.view(self._gradients.dtype)[:count]
+            if "weights" in route.through_host:
+                page.out = out.view(self._weights.dtype)[:count]
+            if "state" in route.through_host:
+                page.state = state[: self._store.bytes_of(route.number)]
+                # Prefetched: what the last update has written, valid yet or not.
+                copy = self._store.copies.newest(route.number) if early else None
+                page.loaded = self._store.read(route.number, page.state, copy=copy)
             if early:
                 self._prefetched.append(page)
                 return
@@ -370,21 +380,6 @@ class PagePipeline:
 
     def _is_written(self, route: Route) -> bool:
         return route.number not in self._writing or self._writing[route.number].done
-
-    def _start_read(self, route: Route, slot: int, *, newest: bool) -> PageMemory:
-        """Start reading a page's state into a slot. `newest`: what the last update has written, valid yet or not."""
-        self._in_slots.add(route.number)
-        state, gradient, out = self._slots[slot]
-        count, page = route.page.elements, replace(self._memory[route.number], slot=slot)
-        if "gradient" in route.through_host:
-            page.gradient = gradient.view(self._gradients.dtype)[:count]
-        if "weights" in route.through_host:
-            page.out = out.view(self._weights.dtype)[:count]
-        if "state" in route.through_host:
-            page.state = state[: self._store.bytes_of(route.number)]
-            copy = self._store.copies.newest(route.number) if newest else None
-            page.loaded = self._store.read(route.number, page.state, copy=copy)
-        return page
 
     def _complete(self, page: PageMemory) -> None:
         """Read the gradient; report the page when everything has arrived."""
@@ -626,8 +621,6 @@ class Updater:
             page, state = self._store.pages[number], self._store.in_memory(number)
             data = self.pipeline.read_back(number) if state is None else state.copy_(self.shadows[number])
             self._weights.put(page.unit, page.start, self._store.fields(number, data)["master"])
-
-    # -- a page -------------------------------------------------------------------------------------------------------
 
     def _update_page(self, memory: PageMemory, params: StepParams) -> None:
         """Update a page; one on the device is queued, with copies of the parts that are not there."""

@@ -121,9 +121,7 @@ class TieredEngine:
         if self._overlaps_backward and self._as_expected:
             self.offloaded.expect(rules, scale=1.0 / scale)  # neither clipped nor skipped
         losses = self._accumulate(batches, scale=scale, clock=clock)
-        update_progress = self.offloaded.update_progress
-        hidden = update_progress.hidden - self._hidden
-        self._hidden = update_progress.hidden
+        before, self._hidden = self._hidden, self.offloaded.update_progress.hidden
         mean = torch.stack([torch.as_tensor(loss, device=self._place) for loss in self._of_all(losses)]).mean()
         with clock.phase("update"), torch.no_grad():
             norm = self._update(rules)
@@ -133,7 +131,7 @@ class TieredEngine:
             grad_norm=norm,
             loss_scale=scale,
             skipped=norm is None,
-            hidden=hidden if self._overlaps else 0.0,
+            hidden=self._hidden - before if self._overlaps else 0.0,
             update_running=self._overlaps,
         )
 

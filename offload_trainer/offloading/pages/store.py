@@ -30,7 +30,6 @@ from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done,
 if TYPE_CHECKING:
     from offload_trainer.offloading.allocation import EngineParts
 
-_SUM_BYTES = 4
 _MASTERS_OPEN = 6  # pages whose masters `get` and `put` keep open: a block's weights are on a few, in another order
 
 
@@ -87,7 +86,7 @@ class PageCopies:
         self._written: set[int] = set()
         self._fields = list(fields)
         self._sizes = [[field.padded(page) for field in fields.values()] for page in pages]
-        memory = node.memory(_SUM_BYTES * len(pages) * count * len(fields)).numpy()
+        memory = node.memory(4 * len(pages) * count * len(fields)).numpy()
         self._sums = memory.view(np.uint32).reshape(len(pages), count, len(fields))
 
     def newest(self, number: int) -> int:

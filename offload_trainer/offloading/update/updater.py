@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -167,14 +167,12 @@ class PagePipeline:
     def __len__(self) -> int:
         return len(self._routes) + len(self._in_ram)
 
-    def prefetch(self) -> None:
-        """Prefetch the first pages' state while gradients are still being computed."""
-        if not self._prefetching:  # after a skipped step the pages are still in the slots
-            self._prefetch(self._routes)
-
-    def _prefetch(self, routes: Sequence[Route]) -> None:
+    def prefetch(self, routes: Sequence[Route] | None = None) -> None:
+        """Prefetch the state of these pages, or of all in their order, while gradients are still being computed."""
+        if self._prefetching:  # after a skipped step the pages are still in the slots
+            return
         with self._lock:
-            self._prefetching, self._expected = True, deque(routes)
+            self._prefetching, self._expected = True, deque(self._routes if routes is None else routes)
             free, self._free = self._free, []
         self._proceed([], free)
 
@@ -262,7 +260,7 @@ class PagePipeline:
         offered = [route.number for unit in self._order for route in self._offered.get(unit, ())]
         order = dict.fromkeys([*sorted(held)[: len(self._slots) // 2], *offered])
         self._writing = writing or {}
-        self._prefetch([held[number] for number in order if number in held])
+        self.prefetch([held[number] for number in order if number in held])
 
     def offer(self, step: object, unit: int, made: Any, error: BaseException | None) -> None:
         """Stage a unit's pages that may be offered; its gradients are complete after the event `made`."""
@@ -521,16 +519,13 @@ class Updater:
         for _ in range(len(self.pipeline) - len(kept)):
             page = self.pipeline.next()
             assert page is not None  # the interrupt of the speculative step has been received
-            number = page.route.number
-            if page.route.on_device:
-                with self._device.side_stream(after=after):
-                    self._update_page(page, params)
-                    self._report_written(number, self.pipeline.write_back(page, self._device.reached()))
-                continue
+            number, on_device = page.route.number, page.route.on_device
             if number in undone:
                 self._copy(self.shadows[number], page.state)
-            self._update_page(page, params)
-            self._report_written(number, self.pipeline.write_back(page, done()))
+            with self._device.side_stream(after=after) if on_device else nullcontext():
+                self._update_page(page, params)
+                computed = self._device.reached() if on_device else done()
+                self._report_written(number, self.pipeline.write_back(page, computed))
 
     def _report_written(self, number: int, sent: PendingWrite) -> None:
         self._pending_writes[number] = sent

@@ -161,9 +161,6 @@ def _zero(
     return zero
 
 
-# -- the engine --------------------------------------------------------------------------------------------------------
-
-
 def start_processes() -> tuple[int, int]:
     """Set up torch.distributed with a store private to this run, and DeepSpeed on top; return (rank, world)."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

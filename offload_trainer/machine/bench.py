@@ -369,13 +369,10 @@ def _layer_rates(dtype: str, layer: LayerSizes, *, gpu: bool, seconds: float) ->
         attended = narrow + functional.layer_norm(narrow, (width,), scale, shift)
         return [attended + functional.layer_norm(attended, (width,), scale, shift), _activated(wide)]
 
-    def loss() -> Sequence[torch.Tensor]:
-        return [cross_entropy(logits, targets, pieces=pieces)]
-
     parts = {
         "attention": (heads, attention, (operations, 2 * operations), of_layer),
         "values": ([narrow, wide, scale, shift], values, (VALUES * rows * tokens * width,) * 2, of_layer),
-        "loss": ([logits], loss, (lost * _VOCABULARY,) * 2, of_loss),
+        "loss": ([logits], lambda: [cross_entropy(logits, targets, pieces=pieces)], (lost * _VOCABULARY,) * 2, of_loss),
     }
     rates = {}
     for part, (inputs, forward, counts, what) in parts.items():
@@ -516,11 +513,7 @@ def _computation_lost(move: Callable[[], tuple[int, float]], *, seconds: float) 
     `move` returns the bytes each way and the time. The computation is a matrix product, timed for half of `seconds`
     before and after it. A product waits for the slowest of its threads, so it loses more than transfers take of a core.
     """
-    given, weight = torch.randn(_ROWS, _SIDE), torch.randn(_SIDE, _SIDE)
-
-    def product() -> None:
-        given @ weight
-
+    product = partial(torch.matmul, torch.randn(_ROWS, _SIDE), torch.randn(_SIDE, _SIDE))
     alone, count = _repeat(product, seconds=seconds / 2), 0
     with ThreadPoolExecutor(1) as other:
         moving = other.submit(move)

@@ -130,8 +130,6 @@ class Gradients:
         self._error: BaseException | None = None
         limit_cores(self._adding, cores_beside(device))
 
-    # -- during backward ----------------------------------------------------------------------------------------------
-
     def report_to(self, complete: Complete | None, *, owners: Mapping[int, int]) -> None:
         """Begin a step's last backward: call `complete`, if given, for each unit whose weights all have gradients.
 
@@ -305,8 +303,6 @@ class Gradients:
             return norm_of(values, ordered=True)
         pieces = self._pieces(name)
         return pieces.norm(self._kernel.add(values.contiguous(), None, pieces=pieces))
-
-    # -- after it -----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Wait until all sums are stored in their tier; raise errors of copies, additions and drives."""

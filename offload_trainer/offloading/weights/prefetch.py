@@ -119,8 +119,7 @@ class WeightPrefetcher:
             units = dict.fromkeys(unit_of[parameter] for parameter in module.parameters(recurse=name in blocks))
             fetched = [unit for unit in units if unit not in self._in_place]
             waited = [unit for unit in units if unit in self._in_place and overlaps]
-            if fetched:
-                self._make_room(fetched)
+            self._make_room(fetched)
             if fetched or waited:
                 saves = not isinstance(module, nn.Embedding)
                 module.register_forward_pre_hook(self._before(fetched, waited, saves=saves))

@@ -116,7 +116,8 @@ class Gradients:
             self._group, self._reports = ranks.group_of(in_step=False), Workers(1, "reports")
         there = [unit for unit in units if store.homes[unit.index] == DEVICE]
         shares = device.buffer(sum(unit.trained for unit in there), self.dtype).split([unit.trained for unit in there])
-        self._on_device = {unit.index: part for unit, part in zip(there, shares, strict=True)}
+        # The sums on the device by unit (1-D, `unit.trained` elements).
+        self.on_device = {unit.index: part for unit, part in zip(there, shares, strict=True)}
         adds_there = parts.sizes.adds_on_device
         self._added_there = {unit.index for unit in units if adds_there(unit, store.homes[unit.index])}
         self._device_sums: dict[str, torch.Tensor] = {}  # of such units' weights, until they leave the device
@@ -186,7 +187,7 @@ class Gradients:
         first, at_hand = name not in self._intake.arrived, self._device.in_host_memory
         self._intake.arrived.add(name)
         measured = last and (at_hand or not first)  # its norm is computed in host memory as the gradient is added
-        resident, host = self.on_device(unit.index), self.store.host(unit.index)
+        resident, host = self.on_device.get(unit.index), self.store.host(unit.index)
         here = slice(place.start, place.start + flat.numel())
         if last and not measured:
             self._norms[name] = norm_of(flat)
@@ -221,7 +222,7 @@ class Gradients:
             return
         self._downloads.queue()
         made, stored = self._device.mark(), [self._direct[one] for one in names if one in self._direct]
-        if unit.index not in self._on_device:  # after everything that is queued, and after the write to a drive
+        if unit.index not in self.on_device:  # after everything that is queued, and after the write to a drive
             stored.append(self._put(lambda: self._staged.send(unit.index)))
         together(stored).then(lambda error: complete(unit.index, made, error))
 
@@ -326,14 +327,14 @@ class Gradients:
     def sums(self, name: str) -> torch.Tensor:
         """Return the sum of one weight (1-D): a view on the device, else a copy. Call `finish` before."""
         unit, place = self._intake.place[name]
-        if (resident := self.on_device(unit.index)) is not None:
+        if (resident := self.on_device.get(unit.index)) is not None:
             return resident[place.start : place.start + place.weight.numel]
         return self.store.get(unit.index, place.start, place.weight.numel)
 
     def replace(self, name: str, values: torch.Tensor) -> None:
         """Set the sum of one weight that has a gradient. Call `finish` before."""
         unit, place = self._intake.place[name]
-        if unit.index in self._on_device:
+        if unit.index in self.on_device:
             self.sums(name).copy_(values.reshape(-1))
         else:
             self.store.put(unit.index, place.start, values.reshape(-1))
@@ -350,13 +351,9 @@ class Gradients:
         self._norms.pop(name, None)
         self._direct.pop(name, None)
 
-    def on_device(self, unit: int) -> torch.Tensor | None:
-        """Return a unit's sums (1-D, `unit.trained` elements) if they are on the device, else None."""
-        return self._on_device.get(unit)
-
     def read(self, unit: int, start: int, buffer: torch.Tensor, *, after: Any) -> Future:
         """Fill `buffer` (host memory) with a unit's sums from element `start` on, complete after the event `after`."""
-        if (resident := self.on_device(unit)) is not None:
+        if (resident := self.on_device.get(unit)) is not None:
             return self._device.download([(resident[start : start + buffer.numel()], buffer)], after=after)
         return self.store.read(unit, start, buffer)
 

@@ -44,6 +44,7 @@ class ShardedGradients:
         """
         units, given = [unit for stage in stages for unit in stage], parts.dtype
         self.store, self.dtype = sums.store, sums.store.dtype
+        self.on_device: Mapping[int, torch.Tensor] = {}  # none of these sums
         self._all_ranks, self._order, node = parts.node, order, parts.node.peers
         self._device, self._node, self._kernel = parts.device, node, parts.kernels[0]
         self._intake = GradientIntake(units)
@@ -211,10 +212,6 @@ class ShardedGradients:
             return norms
         mine = {} if self._node.rank else norms  # each pipeline has the same
         return self._intake.norms_of_all(mine, order=self._order, node=self._all_ranks)
-
-    def on_device(self, unit: int) -> torch.Tensor | None:
-        """Return None, because these sums are never on the device."""
-        return None
 
     def read(self, unit: int, start: int, buffer: torch.Tensor, *, after: Any) -> Future:
         return self.store.read(unit, start, buffer)

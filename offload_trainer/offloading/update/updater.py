@@ -284,11 +284,11 @@ class PagePipeline:
             overdue = self._overdue_pages(unit)
             free, self._free = self._free, []
         self._proceed(early, free)
-        for slot, read in overdue:
-            self._refill(slot, after=read)
+        for page in overdue:
+            self._refill(page.slot, after=page.loaded)
 
-    def _overdue_pages(self, offered: int) -> list[tuple[int, Future]]:
-        """Return the slots, with their reads, that prefetched pages must give up because others need them.
+    def _overdue_pages(self, offered: int) -> list[PageMemory]:
+        """Return the prefetched pages that must give up their slots because others need them.
 
         These are pages whose unit came before the unit `offered` in the previous step and has not come now, or all if
         they fill all slots: units may come in another order, and nothing else would free a slot.
@@ -303,9 +303,8 @@ class PagePipeline:
         overdue = [page for page in self._prefetched if page.route.page.unit in late]
         self._prefetched = [page for page in self._prefetched if page.route.page.unit not in late]
         self._in_slots.difference_update(page.route.number for page in overdue)
-        slots = [(page.slot, page.loaded) for page in overdue]
-        self._overdue += [read for _, read in slots]
-        return slots
+        self._overdue += [page.loaded for page in overdue]
+        return overdue
 
     def interrupt(self) -> None:
         """Make `next` return None after the staged pages that have arrived, and before any page in RAM."""
@@ -438,7 +437,7 @@ class Updater:
 
     def _resolved(self, route: Route) -> PageMemory:
         """Look up the memory of a page's parts once, because tiers do not change."""
-        page, there, device = route.page, route.on_device, route.through_device
+        page = route.page
 
         def part(whole: torch.Tensor | None, name: Part) -> torch.Tensor:
             if name in route.through_host:
@@ -446,10 +445,11 @@ class Updater:
             assert whole is not None
             return whole if name == "state" else whole[page.start :][: page.elements]
 
-        state = self._store.on_device(route.number) if there else self._store.in_memory(route.number)
-        sums_there, weights_there = there and "gradient" not in device, there and "weights" not in device
-        sums = self._gradients.on_device(page.unit) if sums_there else self._gradients.store.host(page.unit)
-        weights = self._weights.resident(page.unit) if weights_there else self._weights.direct(page.unit)
+        state = self._store.on_device(route.number) if route.on_device else self._store.in_memory(route.number)
+        if (sums := self._gradients.on_device.get(page.unit)) is None:
+            sums = self._gradients.store.host(page.unit)
+        if (weights := self._weights.resident(page.unit)) is None:
+            weights = self._weights.store.host(page.unit)
         fields = None if state is None else self._store.fields(route.number, state)
         return PageMemory(route, part(state, "state"), part(sums, "gradient"), part(weights, "weights"), fields)
 

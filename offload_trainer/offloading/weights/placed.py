@@ -74,12 +74,6 @@ class PlacedWeights:
             resident = self.resident(unit)
             self._quantised[unit].dequantise(packed[: self._stored[unit]] if resident is None else resident, memory)
 
-    def direct(self, unit: int) -> torch.Tensor | None:
-        """Return the unit's elements if the CPU can write them in place; None: use `commit`."""
-        if (resident := self.resident(unit)) is not None:
-            return None if self._device.is_cuda else resident
-        return self.store.host(unit)
-
     def commit(self, unit: int, start: int, values: torch.Tensor, *, after: Any) -> Future:
         """Write new weights, which must not change until the future completes, to the unit from element `start` on.
 

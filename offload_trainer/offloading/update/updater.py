@@ -448,7 +448,7 @@ class Updater:
         state = self._store.on_device(route.number) if route.on_device else self._store.in_memory(route.number)
         if (sums := self._gradients.on_device.get(page.unit)) is None:
             sums = self._gradients.store.host(page.unit)
-        if (weights := self._weights.resident(page.unit)) is None:
+        if (weights := self._weights.resident.get(page.unit)) is None:
             weights = self._weights.store.host(page.unit)
         fields = None if state is None else self._store.fields(route.number, state)
         return PageMemory(route, part(state, "state"), part(sums, "gradient"), part(weights, "weights"), fields)

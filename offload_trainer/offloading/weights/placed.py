@@ -53,17 +53,13 @@ class PlacedWeights:
         here = [index for index, home in enumerate(self.homes) if home == DEVICE]
         resident = [self._stored[index] for index in here]
         self._on_device = self._device.buffer(sum(resident), self.dtype)
-        self._residents = dict(zip(here, self._on_device.split(resident), strict=True))
-
-    def resident(self, unit: int) -> torch.Tensor | None:
-        """Return the unit in its stored form if it is on the device, else None."""
-        return self._residents.get(unit)
+        self.resident = dict(zip(here, self._on_device.split(resident), strict=True))  # those units, as stored
 
     def fetch(
         self, unit: int, source: torch.Tensor | Read, memory: torch.Tensor, packed: torch.Tensor, *, after: Any
     ) -> DeviceCopy:
         """Start to copy a unit to the device after the event `after`: to `memory`, or to `packed`, for `dequantise`."""
-        if unit in self._residents:
+        if unit in self.resident:
             return done()
         into = packed if unit in self._quantised else memory
         return self._device.fetch(source, into[: self._stored[unit]], after=after)
@@ -71,7 +67,7 @@ class PlacedWeights:
     def dequantise(self, unit: int, packed: torch.Tensor, memory: torch.Tensor) -> None:
         """Fill `memory` with the elements of a unit that has been fetched, if it is quantised."""
         if unit in self._quantised:
-            resident = self.resident(unit)
+            resident = self.resident.get(unit)
             self._quantised[unit].dequantise(packed[: self._stored[unit]] if resident is None else resident, memory)
 
     def commit(self, unit: int, start: int, values: torch.Tensor, *, after: Any) -> Future:
@@ -79,7 +75,7 @@ class PlacedWeights:
 
         `after` is the event on the device after which the old weights are no longer used.
         """
-        if (resident := self.resident(unit)) is not None:
+        if (resident := self.resident.get(unit)) is not None:
             return self._device.upload(values, resident[start : start + values.numel()], after=after)
         return self.store.write(unit, start, values)
 
@@ -93,7 +89,7 @@ class PlacedWeights:
 
     def broadcast_unit(self, unit: layout.Unit, *, connections: Connections | None = None) -> None:
         """Broadcast one unit's updated weights, between devices or, in RAM and on drives, between nodes."""
-        node, resident, host = self._node, self.resident(unit.index), self.store.host(unit.index)
+        node, resident, host = self._node, self.resident.get(unit.index), self.store.host(unit.index)
         across = node.counterparts if len(node.nodes) > 1 else ()  # RAM and drives are shared by a node's ranks
         for rank in range(node.world) if resident is not None else across:
             first, end = layout.range_of_rank(unit, rank, ranks=node.world)
@@ -123,7 +119,7 @@ class PlacedWeights:
 
     def get(self, unit: int, start: int, count: int) -> torch.Tensor:
         """Return a CPU copy of `count` elements from `start` on; of a frozen weight, from its start on."""
-        resident = self.resident(unit)
+        resident = self.resident.get(unit)
 
         def read(start: int, count: int) -> torch.Tensor:
             if resident is None:
@@ -136,7 +132,7 @@ class PlacedWeights:
         """Round `values` to elements from `start` on; of a frozen weight in a quantised unit, all."""
         if unit in self._quantised:
             start, values = self._quantised[unit].stored(start, values)
-        if (resident := self.resident(unit)) is not None:
+        if (resident := self.resident.get(unit)) is not None:
             resident[start : start + values.numel()].copy_(values)
         else:
             self.store.put(unit, start, values)

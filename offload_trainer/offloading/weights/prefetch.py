@@ -82,9 +82,8 @@ class WeightPrefetcher:
             for unit in weights.units
         }
         self._named = {weight.place.weight.name: weight for inside in self._inside.values() for weight in inside}
-        # Units whose elements the model uses where they are stored.
-        there = (unit.index for unit in weights.units if unit.in_place(weights.homes[unit.index]))
-        self._in_place = {unit: memory for unit in there if (memory := weights.resident(unit)) is not None}
+        homes, there = weights.homes, weights.resident
+        self._in_place = {unit.index: there[unit.index] for unit in weights.units if unit.in_place(homes[unit.index])}
         for unit in self._inside:
             self._point(unit, self._in_place.get(unit, self._placeholder))
         units = [unit for unit in weights.units if unit.index not in self._in_place]

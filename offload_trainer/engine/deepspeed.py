@@ -357,7 +357,7 @@ class DeepSpeedEngine:
             return torch.zeros(self._trained[name])
         else:
             tensor = safe_get_full_optimizer_state(parameter, kind)
-        part = tensor.detach().float().reshape(_full_shape(parameter))
+        part = tensor.detach().float().reshape(getattr(parameter, "ds_shape", parameter.shape))
         return self._parts.whole(name, part).cpu()
 
     def _write(self, name: str, kind: str, tensor: torch.Tensor) -> None:
@@ -368,7 +368,7 @@ class DeepSpeedEngine:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         parameter = self._parameters[name]
-        part = self._parts.of(name, tensor, _full_shape(parameter))
+        part = self._parts.of(name, tensor, getattr(parameter, "ds_shape", parameter.shape))  # of the gathered weight
         if kind == "master":
             safe_set_full_fp32_param(parameter, part.to(_device(), torch.float32))
         elif kind != "fixed":
@@ -433,10 +433,6 @@ def _device() -> torch.device:
 
 
 # -- weights that ZeRO-3 may have partitioned -------------------------------------------------------------------------
-
-
-def _full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 @contextmanager

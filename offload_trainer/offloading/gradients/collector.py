@@ -384,6 +384,8 @@ class Downloads:
     def __init__(self, device: Device, ring: torch.Tensor) -> None:
         """Use the host memory `ring` (uint8), whose pieces are reused after they have been read."""
         self._device, self._ring, self._next = device, ring, 0
+        # In bytes: a quarter of the ring, so that a large tensor is read while more of it arrives.
+        self.largest_piece = len(ring) // 4 // _ALIGN * _ALIGN
         self._taken: deque[tuple[int, int, Future]] = deque()  # pieces of the ring: start, end, future that frees it
         self._held: deque[tuple[int, Future]] = deque()  # bytes on the device, and the future that frees them
         self._unit, self._arrived = -1, Future()
@@ -430,11 +432,6 @@ class Downloads:
         self.queue()
         before, self._before = self._before, self._held[-1][1] if self._held else done()
         self._wait(before)
-
-    @property
-    def largest_piece(self) -> int:
-        """Return the largest piece in bytes: a quarter, so that a large tensor is read while more of it arrives."""
-        return len(self._ring) // 4 // _ALIGN * _ALIGN
 
     def take(self, size: int) -> tuple[torch.Tensor, Future]:
         """Return the next `size` bytes of the ring, and the future to complete when they have been read."""

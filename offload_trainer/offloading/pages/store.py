@@ -151,7 +151,7 @@ class PageStore:
         All ranks of a node call it, and share RAM and files.
         """
         self._table = table = PageTable(parts.homes.pages, parts.format)
-        self.pages, self.format, self.fields = table.pages, table.format, table.fields
+        self.pages, self.sizes, self.format, self.fields = table.pages, table.sizes, table.format, table.fields
         node, device, count = parts.node, parts.device, parts.sizes.places
         self._files = parts.drives.files("state", [count * size for size in table.sizes], table.homes)
         self._transfers, self._device = parts.drives.transfers, device
@@ -164,20 +164,17 @@ class PageStore:
         self._open: dict[tuple[int, int], torch.Tensor] = {}
         self._changed: set[tuple[int, int]] = set()
 
-    def bytes_of(self, number: int) -> int:
-        return self._table.sizes[number]
-
     def in_memory(self, number: int) -> torch.Tensor | None:
         """Return the bytes of a page in RAM (uint8), or None for another tier."""
         if self.pages[number].home != RAM:
             return None
-        return self._memory[self._table.offset(number) :][: self.bytes_of(number)]
+        return self._memory[self._table.offset(number) :][: self.sizes[number]]
 
     def on_device(self, number: int) -> torch.Tensor | None:
         """Return the bytes of a page on the device (uint8), or None. They are updated on the side stream."""
         if self.pages[number].home != DEVICE:
             return None
-        return self._on_device[self._table.offset(number) :][: self.bytes_of(number)]
+        return self._on_device[self._table.offset(number) :][: self.sizes[number]]
 
     def buffers(self, count: int) -> list[torch.Tensor]:
         """Return at most `count` host buffers (uint8), each large enough for any page on the device or on drives."""
@@ -209,7 +206,7 @@ class PageStore:
     def _compare(self, number: int, copy: int, data: torch.Tensor) -> None:
         """Raise DamagedPage if the checksums of a page, or of its masters, differ from those of what was written."""
         if (wrong := self.copies.differing(number, copy, data)) is not None:
-            (file, offset), size = self._where(number, copy), self.bytes_of(number)
+            (file, offset), size = self._where(number, copy), self.sizes[number]
             raise DamagedPage(
                 f"{file.path}: page {number}, {size} bytes at {offset}, is damaged, or of another step or run: its "
                 f"{wrong} does not have the CRC-32 that it was written with; dmesg may say more of the drive"
@@ -238,7 +235,7 @@ class PageStore:
                 continue
             buffer, written = leaving.popleft()
             written.wait()
-            data = buffer[: self.bytes_of(number)].zero_()
+            data = buffer[: self.sizes[number]].zero_()
             yield number, self.fields(number, data)
             leaving.append((buffer, self.write(number, data)))
         for _, written in leaving:
@@ -381,7 +378,7 @@ class PageSnapshot:
         for number in self._numbers:
             while free and pending:
                 following, buffer = pending.popleft(), free.pop()
-                data = buffer[: store.bytes_of(following)]
+                data = buffer[: store.sizes[following]]
                 arriving.append((buffer, store.read(following, data, copy=self._copies[following])))
             if self._closed:
                 raise TrainerError("the state was let go of before it was written")

@@ -324,7 +324,7 @@ class PagePipeline:
 
     def read_back(self, number: int) -> torch.Tensor:
         """Return the valid state of a page on a drive until the next call; the slots must be empty."""
-        data = self._slots[0][0][: self._store.bytes_of(number)]
+        data = self._slots[0][0][: self._store.sizes[number]]
         self._store.read(number, data).wait()
         return data
 
@@ -366,7 +366,7 @@ class PagePipeline:
             if "weights" in route.through_host:
                 page.out = out.view(self._weights.dtype)[:count]
             if "state" in route.through_host:
-                page.state = state[: self._store.bytes_of(route.number)]
+                page.state = state[: self._store.sizes[route.number]]
                 # Prefetched: what the last update has written, valid yet or not.
                 copy = self._store.copies.newest(route.number) if early else None
                 page.loaded = self._store.read(route.number, page.state, copy=copy)
@@ -413,7 +413,7 @@ class Updater:
         self.numbers = sorted(route.number for route in routes)  # the pages that this rank updates
         # Memory for the old bytes of some pages in RAM. Their update in place, after which addresses and views stay
         # valid, can be undone then.
-        old = {number: store.bytes_of(number) for number in self.numbers if number in homes.shadows}
+        old = {number: store.sizes[number] for number in self.numbers if number in homes.shadows}
         self.shadows = dict(zip(old, host_buffer(sum(old.values())).split([*old.values()]), strict=True))
         self.pipeline = PagePipeline(stores, pages, device=device, slots=sizes.page_buffers, shadows=self.shadows)
         there = [page for page in pages if page.route.on_device and not page.route.through_host]

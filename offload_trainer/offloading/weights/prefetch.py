@@ -354,13 +354,8 @@ class WeightPrefetcher:
             with autograd.without_modes():
                 self._return(self._borrowed.difference(names))  # the operation may read others that are borrowed
                 for weight in wanted:
-                    self._update_progress.wait(weight.unit)
-                    place = weight.place
-                    with torch.no_grad(), torch.inference_mode(False):  # the copy may be used after inference mode ends
-                        stored = self._weights.get(weight.unit, place.start, place.weight.numel)
-                        values = stored.to(self._device.place).view(place.weight.shape)
-                    weight.use(values)
-                    self._borrowed.add(place.weight.name)
+                    weight.use(self._copy(weight))
+                    self._borrowed.add(weight.place.weight.name)
         borrowed = bare and not self._borrowed.isdisjoint(names)
         with saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved) if borrowed else nullcontext():
             yield
@@ -369,6 +364,13 @@ class WeightPrefetcher:
         with torch._C.DisableTorchFunctionSubclass():
             memory = weight.uses[0].untyped_storage().data_ptr()
         return memory == self._placeholder.untyped_storage().data_ptr() or (bare and memory in self._by_storage)
+
+    @torch.no_grad()
+    def _copy(self, weight: _Weight) -> torch.Tensor:
+        self._update_progress.wait(weight.unit)
+        with torch.inference_mode(False):  # the copy may be used after inference mode ends
+            stored = self._weights.get(weight.unit, weight.place.start, weight.place.weight.numel)
+            return stored.to(self._device.place).view(weight.place.weight.shape)
 
     def _return(self, names: set[str]) -> None:
         """End the loans of these weights: point the parameters to their ring buffer or to the placeholder."""

@@ -33,7 +33,8 @@ def use_fp32_products(dtype: torch.dtype) -> bool:
         _library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that a kernel is replaced, which is intended
-            products: dict[str, Callable[..., Any]] = {"mm": partial(_addmm, None), "bmm": _bmm, "addmm": _addmm}
+            products: dict[str, Callable[..., Any]] = {"mm": partial(_addmm, None), "addmm": _addmm}
+            products["bmm"] = lambda left, right: torch.bmm(left.float(), right.float()).to(left.dtype)
             products |= {f"{name}.out": function for name, function in products.items()}
             for name, function in {**products, _ATTENTION.__name__: _attention_backward}.items():
                 _library.impl(name, _replacing(name, function), "CPU", with_keyset=True)
@@ -42,10 +43,6 @@ def use_fp32_products(dtype: torch.dtype) -> bool:
 
 def _slow(tensor: torch.Tensor) -> bool:
     return tensor.dtype in (torch.bfloat16, torch.float16)
-
-
-def _bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return torch.bmm(left.float(), right.float()).to(left.dtype)
 
 
 def _replacing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

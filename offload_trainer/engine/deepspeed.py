@@ -161,9 +161,6 @@ def _zero(
     return zero
 
 
-# -- the engine --------------------------------------------------------------------------------------------------------
-
-
 def start_processes() -> tuple[int, int]:
     """Set up torch.distributed with a store private to this run, and DeepSpeed on top; return (rank, world)."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -226,7 +223,15 @@ class DeepSpeedEngine:
             for weights, decay in ((decayed, optim.weight_decay), (plain, 0.0))
             if weights
         ]
-        optimizer = None if "optimizer" in words else _device_optimizer(groups, optim)
+        settings: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
+        optimizer: torch.optim.Optimizer | None = None  # of state on the accelerator
+        if "optimizer" not in words and optim.moment_dtype == "8bit":
+            with importing("bitsandbytes", feature="optim.moment_dtype=8bit with --engine deepspeed"):
+                import bitsandbytes
+
+            optimizer = bitsandbytes.optim.AdamW8bit(groups, **settings)
+        elif "optimizer" not in words:
+            optimizer = torch.optim.AdamW(groups, fused=True, **settings)
         made = deepspeed.initialize(model=module, model_parameters=groups, optimizer=optimizer, config=words)
         self._engine, self._optimizer, _, _ = made
         place, group = 0, None
@@ -352,7 +357,7 @@ class DeepSpeedEngine:
             return torch.zeros(self._trained[name])
         else:
             tensor = safe_get_full_optimizer_state(parameter, kind)
-        part = tensor.detach().float().reshape(_full_shape(parameter))
+        part = tensor.detach().float().reshape(getattr(parameter, "ds_shape", parameter.shape))
         return self._parts.whole(name, part).cpu()
 
     def _write(self, name: str, kind: str, tensor: torch.Tensor) -> None:
@@ -363,7 +368,7 @@ class DeepSpeedEngine:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         parameter = self._parameters[name]
-        part = self._parts.of(name, tensor, _full_shape(parameter))
+        part = self._parts.of(name, tensor, getattr(parameter, "ds_shape", parameter.shape))  # of the gathered weight
         if kind == "master":
             safe_set_full_fp32_param(parameter, part.to(_device(), torch.float32))
         elif kind != "fixed":
@@ -427,23 +432,7 @@ def _device() -> torch.device:
     return torch.device(get_accelerator().current_device_name())
 
 
-def _device_optimizer(groups: list[dict[str, Any]], optim: OptimSection) -> torch.optim.Optimizer:
-    """Return the optimizer for state on the accelerator: torch's fused AdamW, or bitsandbytes' 8-bit AdamW."""
-    settings: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
-    if optim.moment_dtype == "8bit":
-        with importing("bitsandbytes", feature="optim.moment_dtype=8bit with --engine deepspeed"):
-            import bitsandbytes
-
-        return bitsandbytes.optim.AdamW8bit(groups, **settings)
-    return torch.optim.AdamW(groups, fused=True, **settings)
-
-
 # -- weights that ZeRO-3 may have partitioned -------------------------------------------------------------------------
-
-
-def _full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return the shape of the whole weight, gathered or not."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 @contextmanager

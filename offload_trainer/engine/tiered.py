@@ -46,7 +46,6 @@ from offload_trainer.storage.transfer import Transfers
 from offload_trainer.telemetry.meters import PhaseClock
 
 Say = Callable[[str], None]
-_SWITCH_SECONDS = 0.0005
 _RECENT, _AT_MOST = 8, 2  # recent steps, and how many of them may have been clipped or skipped
 
 
@@ -96,8 +95,7 @@ class TieredEngine:
             if self._pipeline > 1:
                 self._blocks = [self._module.model.get_submodule(name) for name in work.shape.blocks]
                 owners = [self.rank * self._pipeline + owner for owner in work.owners]
-                stream = self.offloaded.stream
-                cuts = Cuts(owners, slots_of(work), node=parts.node, device=parts.device, stream=stream)
+                cuts = Cuts(parts, owners, slots_of(work), stream=self.offloaded.stream)
             if work.breadth_first:
                 # Inputs that have left the device come back in the reverse order.
                 in_order = cuts is not None and not work.inputs_away
@@ -123,9 +121,7 @@ class TieredEngine:
         if self._overlaps_backward and self._as_expected:
             self.offloaded.expect(rules, scale=1.0 / scale)  # neither clipped nor skipped
         losses = self._accumulate(batches, scale=scale, clock=clock)
-        update_progress = self.offloaded.update_progress
-        hidden = update_progress.hidden - self._hidden
-        self._hidden = update_progress.hidden
+        before, self._hidden = self._hidden, self.offloaded.update_progress.hidden
         mean = torch.stack([torch.as_tensor(loss, device=self._place) for loss in self._of_all(losses)]).mean()
         with clock.phase("update"), torch.no_grad():
             norm = self._update(rules)
@@ -135,7 +131,7 @@ class TieredEngine:
             grad_norm=norm,
             loss_scale=scale,
             skipped=norm is None,
-            hidden=hidden if self._overlaps else 0.0,
+            hidden=self._hidden - before if self._overlaps else 0.0,
             update_running=self._overlaps,
         )
 
@@ -259,8 +255,14 @@ def open_parts(
     device = _device(units, placement, itemsize=dtype.itemsize)
     stack.callback(device.close)
     node = Node(together=work.world > 1, by_parts=sizes.by_parts)
+    stages = [(0, [*reversed(units)])]
     if work.pipeline > 1:
         node.peers = Node(together=True, every=work.pipeline)
+        numbers = block_numbers(units, work.shape)
+        stages = [
+            (owner, [units[unit] for unit, number in numbers.items() if number == block])
+            for block, owner in reversed([*enumerate(work.owners)])
+        ]
     assert node.world == work.world, "pages are laid out for other ranks than there are"
     assert len(node.nodes) == work.nodes, "and for other nodes"
     drives = Drives(directories, Transfers(drives=len(directories)))
@@ -279,28 +281,18 @@ def open_parts(
         gradient_dtype=torch.float32 if work.gradient_bytes == 4 else dtype,
         ring_bytes=gradient_ring(work, homes, sizes, gpu=device.is_cuda),
         node=node,
-        stages=_stages(work, units),
+        stages=stages,
         device=device,
         drives=drives,
         kernels=(kernel, _device_kernel(homes, device, kernel, say=say)),
     )
 
 
-def _stages(work: Workload, units: Sequence[Unit]) -> list[tuple[int, list[Unit]]]:
-    if work.pipeline == 1:
-        return [(0, [*reversed(units)])]
-    numbers = block_numbers(units, work.shape)
-    return [
-        (owner, [units[unit] for unit, number in numbers.items() if number == block])
-        for block, owner in reversed([*enumerate(work.owners)])
-    ]
-
-
 def _device(units: Sequence[Unit], placement: Placement, *, itemsize: int) -> Device:
     if not torch.cuda.is_available():
         return CpuDevice()
     # Threads of copies and of the update hand the interpreter over to the launching thread sooner than after 5 ms.
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    sys.setswitchinterval(0.0005)
     largest = max(unit.stored_bytes(itemsize) for unit in units)
     staging = largest if placement.params == TierKind.DRIVES else 0
     return CudaDevice(torch.device("cuda", torch.cuda.current_device()), staging_bytes=staging, stagings=2)

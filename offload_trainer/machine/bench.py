@@ -63,13 +63,10 @@ from offload_trainer.storage.transfer import DriveFile, Transfers, done
 _PIECE = 32 << 20  # bytes of one transfer, about the size of a page of the tiered engine
 _BUFFERS = 6
 _HEAD = 64  # size of an attention head
-_FEW = 128  # tokens of a short micro-batch
 _COLD, _MOST_BLOCKS = 48 << 20, 16  # elements of weights that no cache holds, and the blocks that have them
 _TABLE = 24 << 20  # elements of an embedding; malloc maps its gradient again each time
 _VOCABULARY = 50257  # logits per token
-_LOSS_ON_GPU, _LOSS_ON_CPU = 1024, 256  # tokens of the loss
 _ROWS, _SIDE = 256, 1024  # sizes of the product that is timed while a drive works
-_LINK_ON_GPU, _LINK_ON_CPU = 256 << 20, 32 << 20  # bytes that each rank moves
 _TIMES = 8  # repetitions of a transfer between ranks
 VALUES = 16  # times the width: values per token that enter and leave a layer's products (`ModelShape.widths`)
 _ADAMW = AdamW(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
@@ -347,7 +344,7 @@ def _layer_rates(dtype: str, layer: LayerSizes, *, gpu: bool, seconds: float) ->
     """Return FLOP/s of attention, values/s of element-wise work and logits/s of the loss, by `layer_key`."""
     tokens, width, device = layer.tokens, layer.width, torch.device("cuda" if gpu else "cpu")
     # A GPU that computes one row only waits for the next kernel to be called.
-    rows, lost = (max(1, layer.matrix[0] // tokens), _LOSS_ON_GPU) if gpu else (1, _LOSS_ON_CPU)
+    rows, lost = (max(1, layer.matrix[0] // tokens), 1024) if gpu else (1, 256)
     of_layer = f"{rows} x {tokens} tokens of a layer, width {width}"
     of_loss = f"{lost} tokens, {_VOCABULARY} logits each"
 
@@ -372,13 +369,10 @@ def _layer_rates(dtype: str, layer: LayerSizes, *, gpu: bool, seconds: float) ->
         attended = narrow + functional.layer_norm(narrow, (width,), scale, shift)
         return [attended + functional.layer_norm(attended, (width,), scale, shift), _activated(wide)]
 
-    def loss() -> Sequence[torch.Tensor]:
-        return [cross_entropy(logits, targets, pieces=pieces)]
-
     parts = {
         "attention": (heads, attention, (operations, 2 * operations), of_layer),
         "values": ([narrow, wide, scale, shift], values, (VALUES * rows * tokens * width,) * 2, of_layer),
-        "loss": ([logits], loss, (lost * _VOCABULARY,) * 2, of_loss),
+        "loss": ([logits], lambda: [cross_entropy(logits, targets, pieces=pieces)], (lost * _VOCABULARY,) * 2, of_loss),
     }
     rates = {}
     for part, (inputs, forward, counts, what) in parts.items():
@@ -395,7 +389,7 @@ def _rates_of_few_tokens(dtype: str, layer: LayerSizes, *, known: Rates, seconds
     has to be called, and attention is slower on short rows. A backward uses each weight twice: for the gradient of its
     input, and for its own. `tables` are elements/s of the gradient of an embedding, which goes to new memory.
     """
-    rows, width = min(layer.matrix[0], _FEW), layer.width
+    rows, width = min(layer.matrix[0], 128), layer.width
     weights, count = 12 * width * width, max(2, min(_MOST_BLOCKS, _COLD // (12 * width * width)))
     taken = _timed(_blocks(rows, width, count, DTYPES[dtype]), seconds=seconds)
     rates = {}
@@ -519,11 +513,7 @@ def _computation_lost(move: Callable[[], tuple[int, float]], *, seconds: float) 
     `move` returns the bytes each way and the time. The computation is a matrix product, timed for half of `seconds`
     before and after it. A product waits for the slowest of its threads, so it loses more than transfers take of a core.
     """
-    given, weight = torch.randn(_ROWS, _SIDE), torch.randn(_SIDE, _SIDE)
-
-    def product() -> None:
-        given @ weight
-
+    product = partial(torch.matmul, torch.randn(_ROWS, _SIDE), torch.randn(_SIDE, _SIDE))
     alone, count = _repeat(product, seconds=seconds / 2), 0
     with ThreadPoolExecutor(1) as other:
         moving = other.submit(move)
@@ -564,7 +554,7 @@ def run_rank(rank: int, ranks: int, folder: Path) -> None:
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(rank)
-    size, between = _LINK_ON_GPU if gpu else _LINK_ON_CPU, all_ranks.group_of(gpus=gpu)
+    size, between = (256 if gpu else 32) << 20, all_ranks.group_of(gpus=gpu)
     host = host_buffer(size, pinned=gpu)
     device = torch.zeros(size, dtype=torch.uint8, device="cuda" if gpu else "cpu")
     part = size // ranks

@@ -74,11 +74,7 @@ def _gpu() -> dict[str, Any]:
 
 def available_ram_bytes() -> int:
     """Return the RAM that can be allocated: the smaller of the kernel's estimate and the cgroup's remaining limit."""
-    return min([psutil.virtual_memory().available, *_cgroup_room()])
-
-
-def _cgroup_room() -> Iterator[int]:
-    """Yield the bytes left under each memory limit that applies to this process, for cgroup v1 and v2."""
+    room = [psutil.virtual_memory().available]
     for root, path in _cgroups("memory"):
         v2 = root == _CGROUPS
         limit, usage = ("memory.max", "memory.current") if v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -94,7 +90,8 @@ def _cgroup_room() -> Iterator[int]:
             except (OSError, ValueError):
                 continue
             if text != "max":
-                yield max(0, int(text) - used + cache)
+                room.append(max(0, int(text) - used + cache))
+    return min(room)
 
 
 def _cgroups(controller: str) -> Iterator[tuple[Path, str]]:

@@ -94,16 +94,15 @@ def allocate_stores(parts: EngineParts, *, order: Sequence[str]) -> Stores:
 
 def _gradients(parts: EngineParts, *, order: Sequence[str]) -> GradientSums:
     units, homes, dtype, node = parts.units, parts.homes.gradients, parts.gradient_dtype, parts.node
-    device, drives, kernel = parts.device, parts.drives, parts.kernels[0]
     sizes, alone = [unit.trained * dtype.itemsize for unit in units], node.peers.world == 1
-    files = drives.files("gradients", sizes, homes)
-    pinned, transfers = device.is_cuda and alone, drives.transfers
+    files, transfers = parts.drives.files("gradients", sizes, homes), parts.drives.transfers
+    pinned = parts.device.is_cuda and alone
     store = UnitStore(sizes, homes, dtype=dtype, files=files, transfers=transfers, pinned=pinned, node=node)
     if alone:
         return Gradients(parts, store, order=order)
     sums, number = StagedSums(units, store, node=node.peers), node.rank % (node.world // node.peers.world)
     own = [stage for owner, stage in parts.stages if owner == number]
-    return ShardedGradients(own, sums, given=parts.dtype, device=device, order=order, node=node, kernel=kernel)
+    return ShardedGradients(parts, own, sums, order=order)
 
 
 def _update_progress(parts: EngineParts, weights: PlacedWeights) -> UpdateProgress:

@@ -141,7 +141,7 @@ class CudaDevice:
 
     def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Mark) -> DeviceCopy:
         if isinstance(source, torch.Tensor):
-            return self._arrive(self._to_device, source, into, after=after)
+            return self._arrive(self._to_device, source, into, after=after, ready=done())
         if isinstance(source, QueuedFill):  # this rank's shard and NCCL's all-gather, at this rank's turn
             copy = lambda values, target: target.copy_(values, non_blocking=True)  # noqa: E731
             queue = partial(self._queue, self._to_device, lambda: source.fill(into, copy), after=after)
@@ -158,17 +158,11 @@ class CudaDevice:
         return arrival
 
     def _arrive(
-        self,
-        stream: torch.cuda.Stream,
-        source: torch.Tensor,
-        into: torch.Tensor,
-        *,
-        after: Mark,
-        ready: Future | None = None,
+        self, stream: torch.cuda.Stream, source: torch.Tensor, into: torch.Tensor, *, after: Mark, ready: Future
     ) -> _CudaArrival:
-        """Return a copy to the device, queued now, or on the completing thread when `ready` completes."""
+        """Return a copy to the device, queued when `ready` completes: now, or on the completing thread."""
         copy = partial(into.copy_, source, non_blocking=True)
-        queue, when = partial(self._queue, stream, copy, after=after), partial(followed, ready or done())
+        queue, when = partial(self._queue, stream, copy, after=after), partial(followed, ready)
         return _CudaArrival(queue, self.place, when=when)
 
     def _queue(self, stream: torch.cuda.Stream, work: Callable[[], object], *, after: Mark) -> torch.cuda.Event:
@@ -180,7 +174,7 @@ class CudaDevice:
             return self.mark()
 
     def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: Mark) -> Future:
-        return self._uploaded.submit(self._arrive(self._to_device, values, into, after=after).finish)
+        return self._uploaded.submit(self._arrive(self._to_device, values, into, after=after, ready=done()).finish)
 
     def download(self, copies: Copies, *, after: Mark = None) -> Future:
         return self._copy_out(copies, after=after or self.mark(), stream=self._to_host, waiter=self._downloaded)

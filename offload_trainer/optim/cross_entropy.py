@@ -54,14 +54,9 @@ def _gradient(rows: torch.Tensor, column: torch.Tensor, of_row: torch.Tensor) ->
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, pieces: int = LOSS_PIECES) -> torch.Tensor:
-    """Return the summed cross-entropy of the targets that count, as an fp32 scalar.
+    """Return the summed cross-entropy of `targets` (int64, -100: does not count) and logits in 16 or 32 bits, in fp32.
 
     It equals ``functional.cross_entropy(logits.float(), targets, reduction="sum")``, and so do its gradients; on a CPU
-    all bits are equal.
-
-    Args:
-        logits: [tokens, vocabulary] in fp16, bf16 or fp32.
-        targets: int64 [tokens]; -100 marks those that do not count.
-        pieces: number of pieces of the tokens, of which one at a time is in fp32.
+    all bits are equal. One of `pieces` pieces of the tokens at a time is in fp32.
     """
     return _SummedCrossEntropy.apply(logits, targets, pieces)

@@ -24,7 +24,6 @@ _LINE = 16
 # The values of `enum Type` in adam.cpp.
 TYPES = {None: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.uint8: 4}
 
-AdjustLr = Literal["original", "match_rms_adamw"]
 # What a run of the command uses: updates are as large as AdamW's, so its rate and weight decay can be kept.
 MUON_SETTINGS: Mapping[str, Any] = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
 
@@ -107,7 +106,7 @@ class Muon:
     lr: float
     momentum: float
     decay: float  # the matrix is multiplied by 1 - lr * decay
-    adjust: AdjustLr
+    adjust: Literal["original", "match_rms_adamw"]
     shape: tuple[int, int]
 
     @property

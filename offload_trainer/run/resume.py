@@ -31,6 +31,7 @@ from offload_trainer.offloading.pages.manifest import (
     read_newest,
     refuse_outside,
 )
+from offload_trainer.offloading.pages.store import PageTable
 from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
 from offload_trainer.ranks import from_rank_zero, nodes, place_here
 from offload_trainer.run.build import Setup, with_steps
@@ -279,14 +280,8 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], manifest: StoreMani
     expected = [scratch_dir.root_of(drive).resolve() for drive in setup.drives]
     if [folder.parent.resolve() for folder in folders] != expected:
         raise ValueError(f"they are in {shown(', '.join(manifest.drives))}, and --nvme names other directories")
-    ours = manifest_of(
-        folders,
-        layouts.units,
-        layouts.homes(plan.placement, plan.sizes).pages,
-        format=plan.work.state,
-        model=setup.output / "model",
-        run=manifest.run,
-    )
+    table = PageTable(layouts.homes(plan.placement, plan.sizes).pages, plan.work.state)
+    ours = manifest_of(folders, layouts.units, table, model=setup.output / "model", run=manifest.run)
     differ = [one.name for one in fields(ours) if getattr(ours, one.name) != getattr(manifest, one.name)]
     if "pages" in differ and (ranks := made.ranks) != (world := plan.work.world):
         raise ValueError(f"they were written by {ranks} rank(s), and this run has {world}: use --gpus {ranks}")

@@ -112,7 +112,7 @@ def test_a_loop_has_the_bits_of_torch(
 def test_the_update_overlaps_the_loop(home: str, explicit: bool, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights read after `step` are new, although the update is slow; a backward waits for a unit that was skipped."""
 
-    def sleep(updater: Updater, _: Any, memory: Any, *__: Any, **___: Any) -> None:
+    def sleep(updater: Updater, memory: Any, _: Any) -> None:
         time.sleep(0.2 if memory.route.number == len(updater._store.pages) - 1 else 0.001)
 
     def loop(model: nn.Module, optimizer: Any, inside: Callable[[], Any]) -> Iterator[list[float]]:

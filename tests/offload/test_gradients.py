@@ -371,15 +371,9 @@ def add_up(folder: Path) -> list[list[tuple[dict[str, float], dict[str, str]]]]:
         measure_in(piece)
         files, homes = [DriveFile(folder / f"sums-{node.number}", sum(sizes))], [home] * len(MODEL)
         store = UnitStore(sizes, homes, dtype=torch.float32, files=files, transfers=transfers, pinned=False, node=node)
-        gradients = ShardedGradients(
-            [MODEL[::-1]],
-            StagedSums(MODEL, store, node=node),
-            given=torch.bfloat16,
-            device=device(),
-            order=NAMES,
-            node=node,
-            kernel=TorchKernel(),
-        )
+        types = {"dtype": torch.bfloat16, "gradient_dtype": torch.float32}
+        parts: Any = SimpleNamespace(node=node, device=device(), kernels=(TorchKernel(),), **types)
+        gradients = ShardedGradients(parts, [MODEL[::-1]], StagedSums(MODEL, store, node=node), order=NAMES)
         done = steps(gradients, range(node.rank, MICRO * node.world, node.world), barrier=node.barrier)
         found.append([(norms, of_range(whole, node.rank, node.world)) for norms, whole in done])
         files[0].close()

@@ -254,7 +254,7 @@ def test_all_ranks_hear_of_units_that_have_all_their_gradients(tmp_path: Path) -
 def wait_for_a_rank_that_hangs() -> str:
     ranks.STALLED = ranks._LATER = 1
     node = Node(together=True)
-    cuts = Cuts([0, 1, 0], BlockInputs(1, 4 * ALIGN), node=node, device=CpuDevice(), stream=Mock())
+    cuts = Cuts(Mock(node=node, device=CpuDevice()), [0, 1, 0], BlockInputs(1, 4 * ALIGN), stream=Mock())
     if node.rank:
         time.sleep(4)
         return ""

@@ -60,7 +60,7 @@ def test_pages_are_updated_before_the_backward_has_ended(home: str | list[str], 
 
         def look(_: torch.Tensor) -> None:
             for number in sorted(updater._speculative.written):
-                valid[number] = store.copies.valid(number)
+                valid[number] = store.copies.valid[number]
                 if number in state:
                     new_and_old[number] = state[number].clone(), updater.shadows[number].clone()
 
@@ -78,7 +78,7 @@ def test_pages_are_updated_before_the_backward_has_ended(home: str | list[str], 
         assert sum(memory.numel() for memory in updater.shadows.values()) == sum(planned)
         elements = sum(store.pages[number].elements for number in shadowed)
         assert elements <= share * sum(page.elements for page in store.pages)
-        assert all(store.copies.valid(number) == 1 - valid[number] for number in later & away)
+        assert all(store.copies.valid[number] == 1 - valid[number] for number in later & away)
         for number, (new, old) in new_and_old.items():
             assert torch.equal(old, before[number])
             assert not torch.equal(new, old)

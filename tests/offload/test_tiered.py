@@ -26,7 +26,7 @@ from engine_bench import (
     skip_last_block,
     train,
 )
-from placements import ALL_ON_DRIVES, HOMES, IN_LINE, OFF, ON, Build, gpt2, moved_in_step, plant
+from placements import ALL_ON_DRIVES, HOMES, IN_LINE, OFF, ON, Build, gpt2, plant
 from safetensors.torch import load_file
 from seen_calls import calls_of
 
@@ -226,7 +226,7 @@ def test_a_changed_page_of_state_is_always_found(words: list[str], build: Build)
         train(ours, batches(2))
         ours.synchronize()
         store = ours.offloaded.store
-        file, offset = store._where(0, store.copies.valid(0))
+        file, offset = store._where(0, store.copies.valid[0])
         np.memmap(file.path, np.uint8, "r+")[offset + 40] ^= 1
         name = next(iter(ours.offloaded.state.pieces(0)))[0]
         wrong = rf"state: page 0, \d+ bytes at {offset}, is damaged.*its master does not have the CRC-32"
@@ -270,7 +270,7 @@ def test_the_noise_of_stored_moments_is_of_the_runs_seed(build: Build) -> None:
 def test_an_interrupted_update_lets_the_engine_close(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C stops an update that the main thread computes; closing then still removes the hooks."""
     with build("all in RAM", IN_LINE) as ours:
-        monkeypatch.setattr(ours.offloaded.updater, "_compute", Mock(side_effect=KeyboardInterrupt))
+        monkeypatch.setattr(ours.offloaded.updater, "_update_page", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             train(ours, batches(1))
         model = ours._module.model

@@ -116,7 +116,8 @@ class Gradients:
             self._group, self._reports = ranks.group_of(in_step=False), Workers(1, "reports")
         there = [unit for unit in units if store.homes[unit.index] == DEVICE]
         shares = device.buffer(sum(unit.trained for unit in there), self.dtype).split([unit.trained for unit in there])
-        self._on_device = {unit.index: part for unit, part in zip(there, shares, strict=True)}
+        # The sums on the device by unit (1-D, `unit.trained` elements).
+        self.on_device = {unit.index: part for unit, part in zip(there, shares, strict=True)}
         adds_there = parts.sizes.adds_on_device
         self._added_there = {unit.index for unit in units if adds_there(unit, store.homes[unit.index])}
         self._device_sums: dict[str, torch.Tensor] = {}  # of such units' weights, until they leave the device
@@ -129,8 +130,6 @@ class Gradients:
         self._staged, self._adding = StagedSums(units, store, node=Node()), Workers(1, "sums")
         self._error: BaseException | None = None
         limit_cores(self._adding, cores_beside(device))
-
-    # -- during backward ----------------------------------------------------------------------------------------------
 
     def report_to(self, complete: Complete | None, *, owners: Mapping[int, int]) -> None:
         """Begin a step's last backward: call `complete`, if given, for each unit whose weights all have gradients.
@@ -188,7 +187,7 @@ class Gradients:
         first, at_hand = name not in self._intake.arrived, self._device.in_host_memory
         self._intake.arrived.add(name)
         measured = last and (at_hand or not first)  # its norm is computed in host memory as the gradient is added
-        resident, host = self.on_device(unit.index), self.store.host(unit.index)
+        resident, host = self.on_device.get(unit.index), self.store.host(unit.index)
         here = slice(place.start, place.start + flat.numel())
         if last and not measured:
             self._norms[name] = norm_of(flat)
@@ -223,7 +222,7 @@ class Gradients:
             return
         self._downloads.queue()
         made, stored = self._device.mark(), [self._direct[one] for one in names if one in self._direct]
-        if unit.index not in self._on_device:  # after everything that is queued, and after the write to a drive
+        if unit.index not in self.on_device:  # after everything that is queued, and after the write to a drive
             stored.append(self._put(lambda: self._staged.send(unit.index)))
         together(stored).then(lambda error: complete(unit.index, made, error))
 
@@ -306,8 +305,6 @@ class Gradients:
         pieces = self._pieces(name)
         return pieces.norm(self._kernel.add(values.contiguous(), None, pieces=pieces))
 
-    # -- after it -----------------------------------------------------------------------------------------------------
-
     def finish(self) -> None:
         """Wait until all sums are stored in their tier; raise errors of copies, additions and drives."""
         self._downloads.synchronize()
@@ -330,14 +327,14 @@ class Gradients:
     def sums(self, name: str) -> torch.Tensor:
         """Return the sum of one weight (1-D): a view on the device, else a copy. Call `finish` before."""
         unit, place = self._intake.place[name]
-        if (resident := self.on_device(unit.index)) is not None:
+        if (resident := self.on_device.get(unit.index)) is not None:
             return resident[place.start : place.start + place.weight.numel]
         return self.store.get(unit.index, place.start, place.weight.numel)
 
     def replace(self, name: str, values: torch.Tensor) -> None:
         """Set the sum of one weight that has a gradient. Call `finish` before."""
         unit, place = self._intake.place[name]
-        if unit.index in self._on_device:
+        if unit.index in self.on_device:
             self.sums(name).copy_(values.reshape(-1))
         else:
             self.store.put(unit.index, place.start, values.reshape(-1))
@@ -354,13 +351,9 @@ class Gradients:
         self._norms.pop(name, None)
         self._direct.pop(name, None)
 
-    def on_device(self, unit: int) -> torch.Tensor | None:
-        """Return a unit's sums (1-D, `unit.trained` elements) if they are on the device, else None."""
-        return self._on_device.get(unit)
-
     def read(self, unit: int, start: int, buffer: torch.Tensor, *, after: Any) -> Future:
         """Fill `buffer` (host memory) with a unit's sums from element `start` on, complete after the event `after`."""
-        if (resident := self.on_device(unit)) is not None:
+        if (resident := self.on_device.get(unit)) is not None:
             return self._device.download([(resident[start : start + buffer.numel()], buffer)], after=after)
         return self.store.read(unit, start, buffer)
 
@@ -391,6 +384,8 @@ class Downloads:
     def __init__(self, device: Device, ring: torch.Tensor) -> None:
         """Use the host memory `ring` (uint8), whose pieces are reused after they have been read."""
         self._device, self._ring, self._next = device, ring, 0
+        # In bytes: a quarter of the ring, so that a large tensor is read while more of it arrives.
+        self.largest_piece = len(ring) // 4 // _ALIGN * _ALIGN
         self._taken: deque[tuple[int, int, Future]] = deque()  # pieces of the ring: start, end, future that frees it
         self._held: deque[tuple[int, Future]] = deque()  # bytes on the device, and the future that frees them
         self._unit, self._arrived = -1, Future()
@@ -437,11 +432,6 @@ class Downloads:
         self.queue()
         before, self._before = self._before, self._held[-1][1] if self._held else done()
         self._wait(before)
-
-    @property
-    def largest_piece(self) -> int:
-        """Return the largest piece in bytes: a quarter, so that a large tensor is read while more of it arrives."""
-        return len(self._ring) // 4 // _ALIGN * _ALIGN
 
     def take(self, size: int) -> tuple[torch.Tensor, Future]:
         """Return the next `size` bytes of the ring, and the future to complete when they have been read."""

@@ -76,23 +76,17 @@ class StoreManifest:
 
 
 def manifest_of(
-    drives: Sequence[Path],
-    units: Sequence[Unit],
-    pages: Sequence[Page],
-    *,
-    format: StateFormat,
-    model: Path,
-    run: str,
+    drives: Sequence[Path], units: Sequence[Unit], table: PageTable | PageStore, *, model: Path, run: str
 ) -> StoreManifest:
     """Return the manifest of the files of `drives`: the pages in them, and the weights."""
     places = [(place.weight, unit.index, place.start) for unit in units for place in unit.places]
     return StoreManifest(
         run=run,
         drives=[str(drive.resolve()) for drive in drives],
-        rule=format.rule.name,
-        states=format.moments.name,
-        masters=format.masters.name,
-        pages=list(pages),
+        rule=table.format.rule.name,
+        states=table.format.moments.name,
+        masters=table.format.masters.name,
+        pages=list(table.pages),
         weights=[ManifestWeight(weight.name, weight.shape, unit, start) for weight, unit, start in places],
         model=str(model.resolve()),
     )
@@ -123,7 +117,7 @@ class ManifestWriter:
         self._store = store
         taken_over = (drives[0] / DESCRIPTION).exists()
         self._run = read_description(drives[0]).run if taken_over else secrets.token_hex(16)
-        manifest = manifest_of(drives, units, store.pages, format=store.format, model=model, run=self._run)
+        manifest = manifest_of(drives, units, store, model=model, run=self._run)
         for drive in drives:
             write_text(drive / DESCRIPTION, json.dumps(asdict(manifest)))
         self._lock = threading.Lock()

@@ -30,7 +30,6 @@ from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done,
 if TYPE_CHECKING:
     from offload_trainer.offloading.allocation import EngineParts
 
-_SUM_BYTES = 4
 _MASTERS_OPEN = 6  # pages whose masters `get` and `put` keep open: a block's weights are on a few, in another order
 
 
@@ -82,17 +81,13 @@ class PageCopies:
         """Set up `count` copies (1 or 2) of pages on drives; `compute` returns a buffer's CRC-32. All ranks call it."""
         self.count, self._compute, pages, fields = count, compute, table.pages, table.format.fields
         self._two = [count == 2 and on_drive(page.home) for page in pages]
-        self._valid = bytearray(len(pages))
+        self.valid = bytearray(len(pages))  # the valid copy of each page, as of the last flip: 0 or 1
         self._newest = node.memory(len(pages)).numpy()
         self._written: set[int] = set()
         self._fields = list(fields)
         self._sizes = [[field.padded(page) for field in fields.values()] for page in pages]
-        memory = node.memory(_SUM_BYTES * len(pages) * count * len(fields)).numpy()
+        memory = node.memory(4 * len(pages) * count * len(fields)).numpy()
         self._sums = memory.view(np.uint32).reshape(len(pages), count, len(fields))
-
-    def valid(self, number: int) -> int:
-        """Return the valid copy of the page, as of the last flip: 0 or 1."""
-        return self._valid[number]
 
     def newest(self, number: int) -> int:
         """Return the copy that any rank wrote last; its content is complete once that write has completed."""
@@ -100,7 +95,7 @@ class PageCopies:
 
     def free(self, number: int) -> int:
         """Return the copy that the next write goes to."""
-        return 1 - self._valid[number] if self._two[number] else 0
+        return 1 - self.valid[number] if self._two[number] else 0
 
     def written(self, number: int) -> None:
         """Record a write of the page to its free copy. Any thread may call it."""
@@ -111,13 +106,13 @@ class PageCopies:
     def flip(self) -> None:
         """Make all copies that this rank has written the valid ones; call it after their writes have completed."""
         for number in self._written:
-            self._valid[number] = self.free(number)
+            self.valid[number] = self.free(number)
         self._written.clear()
 
     def forget(self) -> None:
         """Discard all written copies. Call it after their writes have completed, or they could overwrite later ones."""
         for number in self._written:
-            self._newest[number] = self._valid[number]
+            self._newest[number] = self.valid[number]
         self._written.clear()
 
     def keep_sums(self, number: int, copy: int, data: torch.Tensor) -> None:
@@ -141,7 +136,7 @@ class PageCopies:
 
     def begin(self, newest: Sequence[int], sums: bytes) -> None:
         """Take over an earlier process's files: the valid copy of each page, and `sums` as from `record`."""
-        self._valid[:] = bytes(newest)
+        self.valid[:] = bytes(newest)
         self._newest[:] = newest
         given = np.frombuffer(sums, np.uint32).reshape(len(newest), len(self._fields))
         self._sums[np.arange(len(newest)), self._newest] = given
@@ -156,7 +151,7 @@ class PageStore:
         All ranks of a node call it, and share RAM and files.
         """
         self._table = table = PageTable(parts.homes.pages, parts.format)
-        self.pages, self.format, self.fields = table.pages, table.format, table.fields
+        self.pages, self.sizes, self.format, self.fields = table.pages, table.sizes, table.format, table.fields
         node, device, count = parts.node, parts.device, parts.sizes.places
         self._files = parts.drives.files("state", [count * size for size in table.sizes], table.homes)
         self._transfers, self._device = parts.drives.transfers, device
@@ -169,20 +164,17 @@ class PageStore:
         self._open: dict[tuple[int, int], torch.Tensor] = {}
         self._changed: set[tuple[int, int]] = set()
 
-    def bytes_of(self, number: int) -> int:
-        return self._table.sizes[number]
-
     def in_memory(self, number: int) -> torch.Tensor | None:
         """Return the bytes of a page in RAM (uint8), or None for another tier."""
         if self.pages[number].home != RAM:
             return None
-        return self._memory[self._table.offset(number) :][: self.bytes_of(number)]
+        return self._memory[self._table.offset(number) :][: self.sizes[number]]
 
     def on_device(self, number: int) -> torch.Tensor | None:
         """Return the bytes of a page on the device (uint8), or None. They are updated on the side stream."""
         if self.pages[number].home != DEVICE:
             return None
-        return self._on_device[self._table.offset(number) :][: self.bytes_of(number)]
+        return self._on_device[self._table.offset(number) :][: self.sizes[number]]
 
     def buffers(self, count: int) -> list[torch.Tensor]:
         """Return at most `count` host buffers (uint8), each large enough for any page on the device or on drives."""
@@ -198,7 +190,7 @@ class PageStore:
         """
         if (resident := self.on_device(number)) is not None:
             return self._copy(resident, buffer)
-        copy = self.copies.valid(number) if copy is None else copy
+        copy = self.copies.valid[number] if copy is None else copy
         read = self._transfers.read(*self._where(number, copy), buffer)
         return followed(read, partial(self._compare, number, copy, buffer))
 
@@ -214,7 +206,7 @@ class PageStore:
     def _compare(self, number: int, copy: int, data: torch.Tensor) -> None:
         """Raise DamagedPage if the checksums of a page, or of its masters, differ from those of what was written."""
         if (wrong := self.copies.differing(number, copy, data)) is not None:
-            (file, offset), size = self._where(number, copy), self.bytes_of(number)
+            (file, offset), size = self._where(number, copy), self.sizes[number]
             raise DamagedPage(
                 f"{file.path}: page {number}, {size} bytes at {offset}, is damaged, or of another step or run: its "
                 f"{wrong} does not have the CRC-32 that it was written with; dmesg may say more of the drive"
@@ -243,7 +235,7 @@ class PageStore:
                 continue
             buffer, written = leaving.popleft()
             written.wait()
-            data = buffer[: self.bytes_of(number)].zero_()
+            data = buffer[: self.sizes[number]].zero_()
             yield number, self.fields(number, data)
             leaving.append((buffer, self.write(number, data)))
         for _, written in leaving:
@@ -365,7 +357,7 @@ class PageSnapshot:
 
     def __init__(self, store: PageStore, numbers: Sequence[int]) -> None:
         self._store, self._numbers = store, numbers
-        self._copies = {number: store.copies.valid(number) for number in numbers}
+        self._copies = {number: store.copies.valid[number] for number in numbers}
         self._read = 0  # pages before this number have been read and may change
         self._closed = False
         self._changed = threading.Condition()
@@ -386,7 +378,7 @@ class PageSnapshot:
         for number in self._numbers:
             while free and pending:
                 following, buffer = pending.popleft(), free.pop()
-                data = buffer[: store.bytes_of(following)]
+                data = buffer[: store.sizes[following]]
                 arriving.append((buffer, store.read(following, data, copy=self._copies[following])))
             if self._closed:
                 raise TrainerError("the state was let go of before it was written")

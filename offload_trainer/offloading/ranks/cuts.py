@@ -17,8 +17,7 @@ from torch import nn
 
 from offload_trainer import ranks
 from offload_trainer.common.errors import RERUN_HINT, PeerFailed, TrainerError
-from offload_trainer.offloading.device import Device
-from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.offloading.allocation import EngineParts
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.plan.memory import BlockInputs
 from offload_trainer.storage.host_memory import pin
@@ -41,16 +40,11 @@ class Cuts:
     """The slots between the blocks of a model, whose block b the rank `owners[b]` computes, the last what follows."""
 
     def __init__(
-        self,
-        owners: Sequence[int],
-        slots: BlockInputs,
-        *,
-        node: Node,
-        device: Device,
-        stream: WeightPrefetcher,
+        self, parts: EngineParts, owners: Sequence[int], slots: BlockInputs, *, stream: WeightPrefetcher
     ) -> None:
         """Allocate `slots`, one for each micro-batch of a pipeline. All ranks call it."""
         self.blocks = len(owners) - 1
+        node, device = parts.node, parts.device
         self._owners, self._node, self._device, self._stream = tuple(owners), node, device, stream
         memory = node.memory_of_each(slots.count * slots.size)[owners[0]]  # only that of each pipeline's first is used
         if device.is_cuda:

@@ -6,25 +6,27 @@ missing gradients at the end. Ranks also exchange which weights have a gradient,
 bit. Micro-batch a of rank r counts as micro-batch a * ranks + r of a single rank, whose bits sums and norms have.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from offload_trainer.common.errors import TrainerError, UserError
-from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients.collector import Complete, GradientIntake, Gradients, StagedSums
-from offload_trainer.offloading.ranks.node_comm import Node
-from offload_trainer.optim.kernels import CpuKernel
 from offload_trainer.optim.norms import Pieces
 from offload_trainer.plan.communication import NormShards, norm_parts
 from offload_trainer.plan.tiered.layout import Place, Unit, largest_range, range_of_rank
 from offload_trainer.plan.tiered.spec import OUTBOXES, exchange_bytes
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future
+
+if TYPE_CHECKING:
+    from offload_trainer.offloading.allocation import EngineParts
 
 _ONE_BACKWARD = "several ranks exchange gradients at the end of each session.micro_batch(...), around one backward"
 
@@ -33,31 +35,23 @@ class ShardedGradients:
     """The gradient sums of one step over all ranks, in host memory or on drives; replaces `Gradients`."""
 
     def __init__(
-        self,
-        stages: Sequence[Sequence[Unit]],
-        sums: StagedSums,
-        *,
-        given: torch.dtype,
-        device: Device,
-        order: Sequence[str],
-        node: Node,
-        kernel: CpuKernel,
+        self, parts: EngineParts, stages: Sequence[Sequence[Unit]], sums: StagedSums, *, order: Sequence[str]
     ) -> None:
         """Allocate the outboxes and inboxes. All ranks call it.
 
         `stages`: the units of which this rank gets gradients, in the backward's order; of a pipeline those of each
-        block. `sums`: those of the ranks `node.peers`, which get gradients of the same units. `given`: the gradients'
-        dtype.
+        block. `sums`: those of the ranks `parts.node.peers`, which get gradients of the same units.
         """
-        units = [unit for stage in stages for unit in stage]
+        units, given = [unit for stage in stages for unit in stage], parts.dtype
         self.store, self.dtype = sums.store, sums.store.dtype
-        self._all_ranks, self._order, node = node, order, node.peers
-        self._device, self._node, self._kernel = device, node, kernel
+        self.on_device: Mapping[int, torch.Tensor] = {}  # none of these sums
+        self._all_ranks, self._order, node = parts.node, order, parts.node.peers
+        self._device, self._node, self._kernel = parts.device, node, parts.kernels[0]
         self._intake = GradientIntake(units)
         self.arrived: Set[str] = self._intake.arrived  # weights that have a gradient in this step on any rank
         self._complete: Complete | None = None
         self._sums = sums
-        boxes = node.memory_of_each(exchange_bytes(units, item_bytes=given.itemsize), pinned=device.is_cuda)
+        boxes = node.memory_of_each(exchange_bytes(units, item_bytes=given.itemsize), pinned=parts.device.is_cuda)
         self._outboxes = {rank: box.view(given).view(OUTBOXES, -1) for rank, box in boxes.items()}
         inbox = largest_range(units, ranks=node.world) * given.itemsize
         self._inboxes = {rank: host_buffer(inbox).view(given) for rank in node.remote_ranks}
@@ -70,7 +64,7 @@ class ShardedGradients:
         # Ranks of other nodes send their marks over the network.
         self._remote_marks = {rank: torch.zeros(most, dtype=torch.uint8) for rank in node.remote_ranks}
         placed = [self._intake.place[name] for name in order if name in self._intake.place]
-        self._norms = ShardedNorms(placed, node, dtype=self.dtype, ordered=device.place.type != "cpu", kernel=kernel)
+        self._norms = ShardedNorms(parts, placed)
         self._waiting: dict[str, torch.Tensor] = {}  # gradients of this micro-batch whose unit's turn has not come
         self._in_outbox: set[str] = set()  # weights of the current unit whose gradient is in the outbox
         self._copies: list[Future] = []
@@ -166,7 +160,6 @@ class ShardedGradients:
         return node.send_recv(out, into)
 
     def _finish_exchange(self) -> None:
-        """Finish the exchange that has begun, if any."""
         if self._exchange_begun is None:
             return
         (unit, box, wait_for_transfers, last), arrived = self._exchange_begun, self._intake.arrived
@@ -220,10 +213,6 @@ class ShardedGradients:
         mine = {} if self._node.rank else norms  # each pipeline has the same
         return self._intake.norms_of_all(mine, order=self._order, node=self._all_ranks)
 
-    def on_device(self, unit: int) -> torch.Tensor | None:
-        """Return None, because these sums are never on the device."""
-        return None
-
     def read(self, unit: int, start: int, buffer: torch.Tensor, *, after: Any) -> Future:
         return self.store.read(unit, start, buffer)
 
@@ -255,25 +244,18 @@ class _Share:
 class ShardedNorms:
     """The norms of the weights in `places`, in the order in which they are summed."""
 
-    def __init__(
-        self,
-        places: Sequence[tuple[Unit, Place]],
-        node: Node,
-        *,
-        dtype: torch.dtype,
-        ordered: bool,
-        kernel: CpuKernel,
-    ) -> None:
-        """Prepare this rank's shares. `dtype` is that of the sums; `ordered` is explained in `Pieces.of`."""
-        self._node, self._dtype, self._kernel = node, dtype, kernel
+    def __init__(self, parts: EngineParts, places: Sequence[tuple[Unit, Place]]) -> None:
+        """Prepare this rank's shares."""
+        self._dtype, self._kernel = parts.gradient_dtype, parts.kernels[0]
+        self._node = node = parts.node.peers
         self._shares: dict[str, _Share] = {}
         count = 0
         for unit, place in places:
-            pieces = Pieces.of(place.weight.numel, ordered=ordered)
+            pieces = Pieces.of(place.weight.numel, ordered=parts.device.place.type != "cpu")
             end = count + -(-place.weight.numel // pieces.width)
-            parts = norm_parts(unit, place, width=pieces.width, rank=node.rank, ranks=node.world)
-            first = count + (parts.starts.start - place.start) // pieces.width
-            self._shares[place.weight.name] = _Share(pieces, slice(count, end), first, parts)
+            shards = norm_parts(unit, place, width=pieces.width, rank=node.rank, ranks=node.world)
+            first = count + (shards.starts.start - place.start) // pieces.width
+            self._shares[place.weight.name] = _Share(pieces, slice(count, end), first, shards)
             count = end
         self._numbers = torch.zeros(count)  # partial norms of this rank; 0 at other ranks' positions
         self._cut: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # parts of pieces: to send, and to be completed

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -85,8 +85,7 @@ class SpeculativeStep:
         """Return the updated pages that are valid for the step's actual parameters."""
         if replace(self.expected, ranges=params.ranges) != params:
             return set()
-        pairs = zip(self.expected.ranges, params.ranges, strict=True)
-        same = [expected == actual for expected, actual in pairs]
+        same = [expected == actual for expected, actual in zip(self.expected.ranges, params.ranges, strict=True)]
         return {number for number in self.written if same[pages[number].unit]}
 
 
@@ -168,14 +167,12 @@ class PagePipeline:
     def __len__(self) -> int:
         return len(self._routes) + len(self._in_ram)
 
-    def prefetch(self) -> None:
-        """Prefetch the first pages' state while gradients are still being computed."""
-        if not self._prefetching:  # after a skipped step the pages are still in the slots
-            self._prefetch(self._routes)
-
-    def _prefetch(self, routes: Sequence[Route]) -> None:
+    def prefetch(self, routes: Sequence[Route] | None = None) -> None:
+        """Prefetch the state of these pages, or of all in their order, while gradients are still being computed."""
+        if self._prefetching:  # after a skipped step the pages are still in the slots
+            return
         with self._lock:
-            self._prefetching, self._expected = True, deque(routes)
+            self._prefetching, self._expected = True, deque(self._routes if routes is None else routes)
             free, self._free = self._free, []
         self._proceed([], free)
 
@@ -263,7 +260,7 @@ class PagePipeline:
         offered = [route.number for unit in self._order for route in self._offered.get(unit, ())]
         order = dict.fromkeys([*sorted(held)[: len(self._slots) // 2], *offered])
         self._writing = writing or {}
-        self._prefetch([held[number] for number in order if number in held])
+        self.prefetch([held[number] for number in order if number in held])
 
     def offer(self, step: object, unit: int, made: Any, error: BaseException | None) -> None:
         """Stage a unit's pages that may be offered; its gradients are complete after the event `made`."""
@@ -287,11 +284,11 @@ class PagePipeline:
             overdue = self._overdue_pages(unit)
             free, self._free = self._free, []
         self._proceed(early, free)
-        for slot, read in overdue:
-            self._refill(slot, after=read)
+        for page in overdue:
+            self._refill(page.slot, after=page.loaded)
 
-    def _overdue_pages(self, offered: int) -> list[tuple[int, Future]]:
-        """Return the slots, with their reads, that prefetched pages must give up because others need them.
+    def _overdue_pages(self, offered: int) -> list[PageMemory]:
+        """Return the prefetched pages that must give up their slots because others need them.
 
         These are pages whose unit came before the unit `offered` in the previous step and has not come now, or all if
         they fill all slots: units may come in another order, and nothing else would free a slot.
@@ -306,9 +303,8 @@ class PagePipeline:
         overdue = [page for page in self._prefetched if page.route.page.unit in late]
         self._prefetched = [page for page in self._prefetched if page.route.page.unit not in late]
         self._in_slots.difference_update(page.route.number for page in overdue)
-        slots = [(page.slot, page.loaded) for page in overdue]
-        self._overdue += [read for _, read in slots]
-        return slots
+        self._overdue += [page.loaded for page in overdue]
+        return overdue
 
     def interrupt(self) -> None:
         """Make `next` return None after the staged pages that have arrived, and before any page in RAM."""
@@ -328,7 +324,7 @@ class PagePipeline:
 
     def read_back(self, number: int) -> torch.Tensor:
         """Return the valid state of a page on a drive until the next call; the slots must be empty."""
-        data = self._slots[0][0][: self._store.bytes_of(number)]
+        data = self._slots[0][0][: self._store.sizes[number]]
         self._store.read(number, data).wait()
         return data
 
@@ -362,7 +358,18 @@ class PagePipeline:
                 self._free.append(slot)
                 return
             coming.remove(route)
-            page = self._start_read(route, slot, newest=early)
+            self._in_slots.add(route.number)
+            state, gradient, out = self._slots[slot]
+            count, page = route.page.elements, replace(self._memory[route.number], slot=slot)
+            if "gradient" in route.through_host:
+                page.gradient = gradient.view(self._gradients.dtype)[:count]
+            if "weights" in route.through_host:
+                page.out = out.view(self._weights.dtype)[:count]
+            if "state" in route.through_host:
+                page.state = state[: self._store.sizes[route.number]]
+                # Prefetched: what the last update has written, valid yet or not.
+                copy = self._store.copies.newest(route.number) if early else None
+                page.loaded = self._store.read(route.number, page.state, copy=copy)
             if early:
                 self._prefetched.append(page)
                 return
@@ -370,21 +377,6 @@ class PagePipeline:
 
     def _is_written(self, route: Route) -> bool:
         return route.number not in self._writing or self._writing[route.number].done
-
-    def _start_read(self, route: Route, slot: int, *, newest: bool) -> PageMemory:
-        """Start reading a page's state into a slot. `newest`: what the last update has written, valid yet or not."""
-        self._in_slots.add(route.number)
-        state, gradient, out = self._slots[slot]
-        count, page = route.page.elements, replace(self._memory[route.number], slot=slot)
-        if "gradient" in route.through_host:
-            page.gradient = gradient.view(self._gradients.dtype)[:count]
-        if "weights" in route.through_host:
-            page.out = out.view(self._weights.dtype)[:count]
-        if "state" in route.through_host:
-            page.state = state[: self._store.bytes_of(route.number)]
-            copy = self._store.copies.newest(route.number) if newest else None
-            page.loaded = self._store.read(route.number, page.state, copy=copy)
-        return page
 
     def _complete(self, page: PageMemory) -> None:
         """Read the gradient; report the page when everything has arrived."""
@@ -421,7 +413,7 @@ class Updater:
         self.numbers = sorted(route.number for route in routes)  # the pages that this rank updates
         # Memory for the old bytes of some pages in RAM. Their update in place, after which addresses and views stay
         # valid, can be undone then.
-        old = {number: store.bytes_of(number) for number in self.numbers if number in homes.shadows}
+        old = {number: store.sizes[number] for number in self.numbers if number in homes.shadows}
         self.shadows = dict(zip(old, host_buffer(sum(old.values())).split([*old.values()]), strict=True))
         self.pipeline = PagePipeline(stores, pages, device=device, slots=sizes.page_buffers, shadows=self.shadows)
         there = [page for page in pages if page.route.on_device and not page.route.through_host]
@@ -445,7 +437,7 @@ class Updater:
 
     def _resolved(self, route: Route) -> PageMemory:
         """Look up the memory of a page's parts once, because tiers do not change."""
-        page, there, device = route.page, route.on_device, route.through_device
+        page = route.page
 
         def part(whole: torch.Tensor | None, name: Part) -> torch.Tensor:
             if name in route.through_host:
@@ -453,10 +445,11 @@ class Updater:
             assert whole is not None
             return whole if name == "state" else whole[page.start :][: page.elements]
 
-        state = self._store.on_device(route.number) if there else self._store.in_memory(route.number)
-        sums_there, weights_there = there and "gradient" not in device, there and "weights" not in device
-        sums = self._gradients.on_device(page.unit) if sums_there else self._gradients.store.host(page.unit)
-        weights = self._weights.resident(page.unit) if weights_there else self._weights.direct(page.unit)
+        state = self._store.on_device(route.number) if route.on_device else self._store.in_memory(route.number)
+        if (sums := self._gradients.on_device.get(page.unit)) is None:
+            sums = self._gradients.store.host(page.unit)
+        if (weights := self._weights.resident.get(page.unit)) is None:
+            weights = self._weights.store.host(page.unit)
         fields = None if state is None else self._store.fields(route.number, state)
         return PageMemory(route, part(state, "state"), part(sums, "gradient"), part(weights, "weights"), fields)
 
@@ -520,22 +513,19 @@ class Updater:
         for unit, pages in self._device_pages.items():
             with self._device.side_stream(after=after):
                 for memory in pages:
-                    self._compute_on_device(memory, params)
+                    self._update_page(memory, params)
                 there, count = self._device.reached(), sum(memory.pages for memory in pages)
                 self._update_progress.when_written(unit, weights=there, whole=there, pages=count)
         for _ in range(len(self.pipeline) - len(kept)):
             page = self.pipeline.next()
             assert page is not None  # the interrupt of the speculative step has been received
-            number = page.route.number
-            if page.route.on_device:
-                with self._device.side_stream(after=after):
-                    self._compute_on_device(page, params)
-                    self._report_written(number, self.pipeline.write_back(page, self._device.reached()))
-                continue
+            number, on_device = page.route.number, page.route.on_device
             if number in undone:
                 self._copy(self.shadows[number], page.state)
-            self._compute(page, params)
-            self._report_written(number, self.pipeline.write_back(page, done()))
+            with self._device.side_stream(after=after) if on_device else nullcontext():
+                self._update_page(page, params)
+                computed = self._device.reached() if on_device else done()
+                self._report_written(number, self.pipeline.write_back(page, computed))
 
     def _report_written(self, number: int, sent: PendingWrite) -> None:
         self._pending_writes[number] = sent
@@ -599,7 +589,7 @@ class Updater:
             while (page := self.pipeline.next()) is not None:
                 speculative.began = speculative.began or time.perf_counter()
                 number = page.route.number
-                self._compute(replace(page, shadow=self.shadows.get(number)), speculative.expected)
+                self._update_page(replace(page, shadow=self.shadows.get(number)), speculative.expected)
                 speculative.written[number] = self.pipeline.write_back(page, done())
         except BaseException as error:
             speculative.error = error
@@ -627,52 +617,33 @@ class Updater:
             data = self.pipeline.read_back(number) if state is None else state.copy_(self.shadows[number])
             self._weights.put(page.unit, page.start, self._store.fields(number, data)["master"])
 
-    # -- a page -------------------------------------------------------------------------------------------------------
-
-    def _compute(self, page: PageMemory, params: StepParams) -> None:
-        rest = "weights" in page.route.through_host
-        self._update_page(self._kernel, page, page.gradient, page.out, params, rest=rest)
-
-    def _compute_on_device(self, page: PageMemory, params: StepParams) -> None:
-        """Queue the update of one page on the device's side stream, with copies of the parts that are not there."""
-        route, gradient, out, count = page.route, page.gradient, page.out, page.route.page.elements
+    def _update_page(self, memory: PageMemory, params: StepParams) -> None:
+        """Update a page; one on the device is queued, with copies of the parts that are not there."""
+        route, gradient, out = memory.route, memory.gradient, memory.out
+        page, number = route.page, route.number
         if "gradient" in route.through_device:
-            gradient = self._device_gradient[:count].copy_(gradient, non_blocking=True)
-        staged = "weights" in route.through_device
-        if staged:
-            out = self._device_out[:count]
-        self._update_page(self._device_kernel, page, gradient, out, params, rest=staged)
-        if staged:
-            page.out.copy_(out, non_blocking=True)
-
-    def _update_page(
-        self,
-        kernel: Kernel,
-        memory: PageMemory,
-        gradient: torch.Tensor,
-        out: torch.Tensor,
-        params: StepParams,
-        *,
-        rest: bool,
-    ) -> None:
-        """Run `kernel` on a page. `rest`: also write the weights of elements that are not updated in this step."""
-        number, page = memory.route.number, memory.route.page
+            gradient = self._device_gradient[: page.elements].copy_(gradient, non_blocking=True)
+        if "weights" in route.through_device:
+            out = self._device_out[: page.elements]
         if self._snapshot is not None:
             self._snapshot.wait_for(number)
         fields = memory.fields or self._store.fields(number, memory.state)
         parts = clip_ranges(params.ranges[page.unit], page.start, page.start + page.elements)
-        if rest:
+        if "weights" in route.through_host | route.through_device:  # also those that this step does not update
             ends = [0, *(part.end for part in parts)]
             starts = [*(part.start for part in parts), page.elements]
             for end, start in zip(ends, starts, strict=True):
                 if start > end:
                     out[end:start].copy_(fields["master"][end:start], non_blocking=True)
+        kernel = self._device_kernel if route.on_device else self._kernel
         shadow, updated = memory.shadow, sum(part.end - part.start for part in parts)
         if shadow is not None and not (isinstance(kernel, NativeKernel) and updated == page.elements):
             self._copy(memory.state, shadow)
             shadow = None
         given = (fields, gradient, out, parts, self._store.format, params.scale, params.noise(page.unit))
         kernel.update_page(PageUpdate(*given, page.unit, page.start, shadow))
+        if "weights" in route.through_device:
+            memory.out.copy_(out, non_blocking=True)
 
 
 def _extends(run: Sequence[PageMemory], memory: PageMemory) -> bool:

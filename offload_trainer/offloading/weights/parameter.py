@@ -205,7 +205,6 @@ def _operation(func: Callable[..., Any]) -> _Operation:
 
 @not_compiled
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on offloaded parameters or views of them."""
     operation = _operation(func)
     name, access = operation.name, operation.access
     if func is torch.autograd.grad:
@@ -379,7 +378,6 @@ def _changes_nothing(operation: _Operation, args: tuple[Any, ...], kwargs: dict[
 
 
 def _refuse_writing(operation: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise UserError if the operation would write to one of its offloaded arguments."""
     for at, name in operation.writes:
         target = args[at] if 0 <= at < len(args) else kwargs.get(name)
         for one in target if isinstance(target, list | tuple) else (target,):

@@ -53,21 +53,13 @@ class PlacedWeights:
         here = [index for index, home in enumerate(self.homes) if home == DEVICE]
         resident = [self._stored[index] for index in here]
         self._on_device = self._device.buffer(sum(resident), self.dtype)
-        self._residents = dict(zip(here, self._on_device.split(resident), strict=True))
-
-    def resident(self, unit: int) -> torch.Tensor | None:
-        """Return the unit in its stored form if it is on the device, else None."""
-        return self._residents.get(unit)
-
-    def in_place(self, unit: int) -> torch.Tensor | None:
-        """Return the unit's elements if the model can use them where they are stored, else None."""
-        return self.resident(unit) if self.units[unit].in_place(self.homes[unit]) else None
+        self.resident = dict(zip(here, self._on_device.split(resident), strict=True))  # by unit, as stored
 
     def fetch(
         self, unit: int, source: torch.Tensor | Read, memory: torch.Tensor, packed: torch.Tensor, *, after: Any
     ) -> DeviceCopy:
         """Start to copy a unit to the device after the event `after`: to `memory`, or to `packed`, for `dequantise`."""
-        if unit in self._residents:
+        if unit in self.resident:
             return done()
         into = packed if unit in self._quantised else memory
         return self._device.fetch(source, into[: self._stored[unit]], after=after)
@@ -75,21 +67,15 @@ class PlacedWeights:
     def dequantise(self, unit: int, packed: torch.Tensor, memory: torch.Tensor) -> None:
         """Fill `memory` with the elements of a unit that has been fetched, if it is quantised."""
         if unit in self._quantised:
-            resident = self.resident(unit)
+            resident = self.resident.get(unit)
             self._quantised[unit].dequantise(packed[: self._stored[unit]] if resident is None else resident, memory)
-
-    def direct(self, unit: int) -> torch.Tensor | None:
-        """Return the unit's elements if the CPU can write them in place; None: use `commit`."""
-        if (resident := self.resident(unit)) is not None:
-            return None if self._device.is_cuda else resident
-        return self.store.host(unit)
 
     def commit(self, unit: int, start: int, values: torch.Tensor, *, after: Any) -> Future:
         """Write new weights, which must not change until the future completes, to the unit from element `start` on.
 
         `after` is the event on the device after which the old weights are no longer used.
         """
-        if (resident := self.resident(unit)) is not None:
+        if (resident := self.resident.get(unit)) is not None:
             return self._device.upload(values, resident[start : start + values.numel()], after=after)
         return self.store.write(unit, start, values)
 
@@ -103,7 +89,7 @@ class PlacedWeights:
 
     def broadcast_unit(self, unit: layout.Unit, *, connections: Connections | None = None) -> None:
         """Broadcast one unit's updated weights, between devices or, in RAM and on drives, between nodes."""
-        node, resident, host = self._node, self.resident(unit.index), self.store.host(unit.index)
+        node, resident, host = self._node, self.resident.get(unit.index), self.store.host(unit.index)
         across = node.counterparts if len(node.nodes) > 1 else ()  # RAM and drives are shared by a node's ranks
         for rank in range(node.world) if resident is not None else across:
             first, end = layout.range_of_rank(unit, rank, ranks=node.world)
@@ -133,7 +119,7 @@ class PlacedWeights:
 
     def get(self, unit: int, start: int, count: int) -> torch.Tensor:
         """Return a CPU copy of `count` elements from `start` on; of a frozen weight, from its start on."""
-        resident = self.resident(unit)
+        resident = self.resident.get(unit)
 
         def read(start: int, count: int) -> torch.Tensor:
             if resident is None:
@@ -146,7 +132,7 @@ class PlacedWeights:
         """Round `values` to elements from `start` on; of a frozen weight in a quantised unit, all."""
         if unit in self._quantised:
             start, values = self._quantised[unit].stored(start, values)
-        if (resident := self.resident(unit)) is not None:
+        if (resident := self.resident.get(unit)) is not None:
             resident[start : start + values.numel()].copy_(values)
         else:
             self.store.put(unit, start, values)
@@ -197,29 +183,24 @@ class QuantisedUnit:
         """Return the stored form of a whole frozen weight or of trained elements, and the element where it belongs."""
         if start < self._trained:
             return start, values
-        weight, size = self._weights[start], self._dtype.itemsize
+        weight, first = self._weights[start], self._weights[start].values // self._dtype.itemsize
         assert layout.aligned(values.numel(), layout.PAD) == weight.elements or values.numel() == weight.elements
-        if weight.format is None:
-            return weight.values // size, values
-        return weight.values // size, _stored(values, weight, weight.format).view(self._dtype)
-
-
-def _stored(values: torch.Tensor, weight: layout.StoredWeight, format: layout.WeightFormat) -> torch.Tensor:
-    """Return codes and scales (uint8) of a weight, quantised on the CPU in pieces."""
-    functional, made = _bitsandbytes(format.name), torch.zeros(weight.end - weight.values, dtype=torch.uint8)
-    codes, scales = made, made[weight.scales - weight.values :]
-    for first in range(0, weight.elements, layout.PIECE):
-        piece = values[first : first + layout.PIECE].to("cpu", torch.bfloat16)
-        piece = torch.nn.functional.pad(piece, (0, layout.aligned(piece.numel(), layout.PAD) - piece.numel()))
-        if format.bits == 4:
-            some_codes, state = functional.quantize_4bit(piece, blocksize=format.block, quant_type=format.name)
-        else:
-            table = _table(torch.device("cpu"))
-            some_codes, state = functional.quantize_blockwise(piece, code=table, blocksize=format.block)
-        some_scales = state.absmax.to(torch.bfloat16).view(torch.uint8)
-        codes[format.code_bytes(first) :][: some_codes.numel()] = some_codes.reshape(-1)
-        scales[format.scale_bytes(first) :][: some_scales.numel()] = some_scales
-    return made
+        if (format := weight.format) is None:
+            return first, values
+        functional, made = _bitsandbytes(format.name), torch.zeros(weight.end - weight.values, dtype=torch.uint8)
+        codes, scales = made, made[weight.scales - weight.values :]
+        for at in range(0, weight.elements, layout.PIECE):  # quantised on the CPU
+            piece = values[at : at + layout.PIECE].to("cpu", torch.bfloat16)
+            piece = torch.nn.functional.pad(piece, (0, layout.aligned(piece.numel(), layout.PAD) - piece.numel()))
+            if format.bits == 4:
+                some_codes, state = functional.quantize_4bit(piece, blocksize=format.block, quant_type=format.name)
+            else:
+                table = _table(torch.device("cpu"))
+                some_codes, state = functional.quantize_blockwise(piece, code=table, blocksize=format.block)
+            some_scales = state.absmax.to(torch.bfloat16).view(torch.uint8)
+            codes[format.code_bytes(at) :][: some_codes.numel()] = some_codes.reshape(-1)
+            scales[format.scale_bytes(at) :][: some_scales.numel()] = some_scales
+        return first, made.view(self._dtype)
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, format: layout.WeightFormat, into: torch.Tensor) -> None:

@@ -82,7 +82,8 @@ class WeightPrefetcher:
             for unit in weights.units
         }
         self._named = {weight.place.weight.name: weight for inside in self._inside.values() for weight in inside}
-        self._in_place = {unit: memory for unit in self._inside if (memory := weights.in_place(unit)) is not None}
+        homes, there = weights.homes, weights.resident
+        self._in_place = {unit.index: there[unit.index] for unit in weights.units if unit.in_place(homes[unit.index])}
         for unit in self._inside:
             self._point(unit, self._in_place.get(unit, self._placeholder))
         units = [unit for unit in weights.units if unit.index not in self._in_place]
@@ -117,8 +118,7 @@ class WeightPrefetcher:
             units = dict.fromkeys(unit_of[parameter] for parameter in module.parameters(recurse=name in blocks))
             fetched = [unit for unit in units if unit not in self._in_place]
             waited = [unit for unit in units if unit in self._in_place and overlaps]
-            if fetched:
-                self._make_room(fetched)
+            self._make_room(fetched)
             if fetched or waited:
                 saves = not isinstance(module, nn.Embedding)
                 module.register_forward_pre_hook(self._before(fetched, waited, saves=saves))

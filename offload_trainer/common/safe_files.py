@@ -238,7 +238,6 @@ def adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _complaint(error: ValidationError) -> str:
-    """Return the first of pydantic's errors as a sentence."""
     first = error.errors(include_url=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return f"it is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}"

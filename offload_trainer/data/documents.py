@@ -519,7 +519,6 @@ def _tools(record: dict[str, Any]) -> tuple[Any, ...] | None:
 
 
 def _text(content: Any, number: int) -> str:
-    """Return a message's text, which may be one string or a list of text parts."""
     if content is None:
         raise UserError(f"message {number} has no content; if it is empty, use an empty string")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]

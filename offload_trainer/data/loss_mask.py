@@ -290,7 +290,6 @@ class AnswerEncoder:
 
     @cached_property
     def _turns(self) -> list[_Turn]:
-        """What the templates of conversations without and with tools write around an answer to a question."""
         return [self._turn_behind(probe, *_QUESTIONS) for probe in (Example(""), Example("", tools=(_TOOL,)))]
 
     def _turn_behind(self, example: Example, *questions: Sequence[Message]) -> _Turn:

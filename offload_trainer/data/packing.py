@@ -273,7 +273,6 @@ class RowEncoder:
         return self._padded(self.open_rows.pop(fullest))
 
     def _padded(self, ids: np.ndarray) -> np.ndarray:
-        """Return a complete row, in which the padding is marked as a separate segment."""
         self._complete += 1
         padding = np.full(self.row_length - len(ids), self._pad, dtype=np.uint32)
         padding[:1] |= np.uint32(BEGINS)

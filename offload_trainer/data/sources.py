@@ -198,14 +198,12 @@ def _data_files(folder: Path) -> set[str]:
 
 
 def _split_of(path: Path) -> str:
-    """Return the split that the folders or the name of a file mean, "" if they mean none."""
     words = [word.lower() for part in path.parts for word in re.split(r"[-._ 0-9]+", part)]
     # a data set's text is never in .md
     return "" if kind_of(path) == ".md" else next((_SPLITS[word] for word in words if word in _SPLITS), "")
 
 
 def _front_matter(card: Path) -> dict[str, Any]:
-    """Return the YAML at the beginning of a data set's card; nothing if there is none that can be read."""
     try:
         found = re.match(rb"---\s*\n(.*?\n)---\s", file_bytes(card, links=True), re.DOTALL)
         front = parsed_yaml(found[1]) if found else None

@@ -128,7 +128,6 @@ class DeepSpeed:
 
     @property
     def _zero(self) -> int | None:
-        """Return the requested ZeRO stage, or None for `auto`; tensor parallelism implies stage 1."""
         if self.tensor > 1:
             return 1
         return None if self.section.zero_stage == "auto" else self.section.zero_stage

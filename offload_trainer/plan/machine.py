@@ -214,7 +214,6 @@ def describe_links(links: Links) -> list[str]:
 
 
 def _line_of(name: str, rate: Rate | None, scale: float, unit: str) -> Iterator[str]:
-    """Yield the line of a rate, with its source if it was not measured; none if it is unknown."""
     if rate is not None:
         source = "" if rate.origin == "measured" else f"{rate.origin}: {rate.source}"
         yield f"  {name:<37}{rate.value / scale:>9.4g} {unit:<16}{source}".rstrip()

@@ -141,7 +141,6 @@ class Plan:
         return "\n".join([*lines, *last, "  more: all items and rejections: `offload-train plan ... --explain`"])
 
     def _describe_tiers(self, *, full: bool) -> list[str]:
-        """Return a line for each tier, with its largest items or with `full` a line for each; then what cannot fit."""
         tiers = [tier for tier, room in self.tiers.items() if tier != GPU_NAME or any(room.values())]
         if not full:  # those that do not fit first
             tiers.sort(key=lambda tier: self.tiers[tier]["need"] <= self.tiers[tier]["have"])

@@ -273,7 +273,6 @@ def _faster_formats(engine: Engine, plan: Plan, work: Workload, machine: Machine
 
 
 def _too_large(work: Workload, machine: MachineProfile) -> str:
-    """Return a sentence that names the largest unit if it alone exceeds the device's memory, else ""."""
     largest = max(layouts_of(work).units, key=lambda unit: unit.elements)
     size, gpu = work.item_bytes * largest.elements, machine.gpu is not None
     room = machine.gpu_bytes - CUDA_CONTEXT - gpu_reserve(machine) if gpu else machine.ram_bytes
@@ -373,7 +372,6 @@ def room_of(items: Sequence[Item], work: Workload, machine: MachineProfile) -> t
 
 
 def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) -> Iterator[str]:
-    """Yield sentences about the model and its optimizer, what a run does to drives, and settings without effect."""
     if work.shape.images:
         yield image_note(work)
     if note := work.state.rule.note:

@@ -161,7 +161,6 @@ def all_keys() -> dict[str, FieldInfo]:
 
 
 def _parts(annotation: Any) -> Iterator[Any]:
-    """Yield the types and the literal values of which a type is made."""
     if get_origin(annotation) is Literal or not get_args(annotation):
         yield from get_args(annotation) or [annotation]
     else:
@@ -229,7 +228,6 @@ def _other_name(word: str, text: str | None, *, as_flag: bool) -> str:
 
 
 def _name(key: str, *, as_flag: bool) -> str:
-    """Return a key's flag if `as_flag` and it has one, else the key."""
     return next((name for name, flag in FLAGS.items() if as_flag and flag.key == key), key)
 
 

@@ -100,7 +100,6 @@ def refuse_foreign(path: Path) -> None:
 
 
 def _page(title: str, facts: Mapping[str, str], sections: Mapping[str, str], *, live: bool = False) -> str:
-    """Return the page from the template. Sections without content are left out."""
     entries = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items())
     head = f"<dl>{entries}</dl>" if entries else ""
     if live:
@@ -154,7 +153,6 @@ def in_words(label: str, value: Any) -> str:
 
 
 def _memory(rows: Sequence[StepRecord]) -> str:
-    """Return a chart per tier in use: bytes at the end of each step, and the peak so far where it is recorded."""
     charts = []
     for tier, peak in _PEAKS.items():
         name = tier if tier == "drives" else tier.upper()

@@ -162,7 +162,6 @@ class Screen:
         return elapsed / (step - self._initial) * (self._total - step)
 
     def _numbers(self, record: StepRecord) -> str:
-        """Format a step's numbers, the most important first."""
         seconds = sum(row.seconds for row in self._recent)
         speed = sum(row.tokens_per_second * row.seconds for row in self._recent) / seconds
         moved = sum((row.nvme_read_bytes or 0) + (row.nvme_written_bytes or 0) for row in self._recent) / seconds

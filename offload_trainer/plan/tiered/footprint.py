@@ -205,7 +205,6 @@ _Moved = Counter[tuple[int, str, str]]  # bytes by home, phase and way: "read" o
 
 
 def _traffic(moved: _Moved, machine: MachineProfile) -> list[Traffic]:
-    """Return the bytes to and from drives and the device."""
     names = {**dict(enumerate(drive.directory for drive in machine.drives)), DEVICE: DEVICE_COPIES}
     kinds = dict.fromkeys((home, phase) for home, phase, _ in moved if home in names)
     return [Traffic(names[h], phase, moved[h, phase, "read"], moved[h, phase, "written"]) for h, phase in kinds]
@@ -256,7 +255,6 @@ def traffic_beside_matrices(work: Workload, homes: TierMap, machine: MachineProf
 
 
 def _moved_by_update(work: Workload, homes: TierMap, groups: Sequence[PageGroup]) -> _Moved:
-    """Return the bytes of state, gradients and new weights."""
     e, g, moved = work.item_bytes, work.gradient_bytes, _Moved()
     for one in groups:
         weights, gradients = homes.weights[one.page.unit], homes.gradients[one.page.unit]

@@ -42,13 +42,11 @@ class GpuFull(TrainerError):
         text = " ".join(str(error).split())
         self.unvalidated, self.missing = unvalidated, 0  # bytes; 0: not known
         if sizes := re.search(r"Tried to allocate ([\d.]+) (\w+)\..*?of which ([\d.]+) (\w+) is free", text):
-            asked, free = (int(float(sizes[n]) * _UNITS[sizes[n + 1]]) for n in (1, 3))
+            units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+            asked, free = (int(float(sizes[n]) * units[sizes[n + 1]]) for n in (1, 3))
             self.missing = max(0, asked - free)
             text = f"{sizes[1]} {sizes[2]} were asked for, {sizes[3]} {sizes[4]} were free"
         super().__init__(f"the GPU ran out of memory: {text[:500]}")
-
-
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def fills_gpu(error: BaseException | None) -> bool:
@@ -83,7 +81,6 @@ class Stopped(KeyboardInterrupt):
 
 # Errors of a disk that is full, read-only, failing or gone; `_DOORS` holds errors of permissions and paths.
 _DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO}
-_MEND = f"Free space or mend that disk; {RERUN_HINT}"
 _DOORS = {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 
 
@@ -97,7 +94,7 @@ def explain(error: BaseException) -> str | None:
         return explain_import(error)
     if isinstance(error, OSError) and error.errno in _DISKS | _DOORS:
         text = f"{error.filename or 'a file'}: {reason(error)}"
-        return text if error.errno in _DOORS else f"{text}. {_MEND}"
+        return text if error.errno in _DOORS else f"{text}. Free space or mend that disk; {RERUN_HINT}"
     return None
 
 

@@ -24,7 +24,6 @@ Kind = TypeVar("Kind")
 MOST_BYTES = 64 << 20  # a manifest of 100,000 weights has 20 MB
 _MOST_DIGITS = 100  # transformers writes a 31-digit number for a tokenizer without a length limit
 _MOST_YAML = 1 << 20  # bytes, enough for a configuration that names 10,000 files; parsing this much takes seconds
-_SHOWN = 300  # characters of a file's content quoted in a message
 
 
 @dataclass_transform(frozen_default=True)
@@ -219,17 +218,14 @@ def is_there(path: Path) -> bool:
 
 def shown(value: Any) -> str:
     """Return a value from a file in a form safe for messages: one line, at most 300 characters, no control codes."""
-    return _cut(value if isinstance(value, str) and value.isprintable() else repr(value))
+    text = value if isinstance(value, str) and value.isprintable() else repr(value)
+    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def one_line(error: Exception) -> str:
     """Return a library's error message on one line, safe for messages."""
     words = " ".join(str(error).split())[:400]
     return shown(words) if words else type(error).__name__
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 @functools.cache
@@ -247,4 +243,4 @@ def _complaint(error: ValidationError) -> str:
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{where} is not known to this version"
     wanted = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    return f"{where} should be {wanted}, and is {_cut(repr(first['input']))}"
+    return f"{where} should be {wanted}, and is {shown(repr(first['input']))}"

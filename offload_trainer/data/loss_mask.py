@@ -147,11 +147,10 @@ class AnswerEncoder:
         """Return the text of an example, and the spans in it that are learned. Raises as `encode`."""
         if example.pair is not None:
             prompt, completion = example.pair
-            start = 0 if self._everything else len(prompt)
             text = prompt + completion
             self._omit(example, text, set())
             self._empty += not completion.strip()
-            return text, [(start, len(text))]
+            return text, [(0 if self._everything else len(prompt), len(text))]
         messages = tuple(_with_functions(message, self._printable) for message in example.messages)
         example = replace(example, messages=messages)
         text, marked = self._render(example, example.messages)

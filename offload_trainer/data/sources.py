@@ -23,7 +23,6 @@ from offload_trainer.data.documents import COMPRESSED, RECORDS, TABLES, holds_re
 BUILTIN_CORPUS = Path(__file__).parent / "builtin" / "corpus.txt"
 TEXT_SUFFIXES = (".txt", ".md", *RECORDS)  # also when compressed
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::([\w.\[\]%:+-]+))?")
-_HEAD = 1 << 16  # bytes by which a file's format is judged
 
 # The split that a word in the name of a file or folder means to `datasets`
 _SPLITS = {
@@ -255,7 +254,7 @@ def _refuse_other(path: Path) -> None:
         if not stat.S_ISREG(path.stat().st_mode):
             raise UserError(f"{path}: a pipe or a device can be read only once: write the text into a file")
         with open_given(path) as file:
-            head = file.read(_HEAD)
+            head = file.read(1 << 16)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     is_packed = suffix in (*TABLES, *COMPRESSED)

@@ -299,8 +299,7 @@ class DeepSpeedCandidate:
         reduced = self.placement.stage > 1
         waiting = e * reduced * sum(one.numel for one in work.shape.weights if one.trainable and one.uses > 1)
         kept = [replace(item, bytes=here * item.bytes) for item in input_items(work, self.machine)]
-        of_model = activation_items(work, self.machine, kept=kept, gradients=reduced, waiting=waiting, tied_sum=waiting)
-        model = [*of_model]
+        model = [*activation_items(work, self.machine, kept=kept, gradients=reduced, waiting=waiting, tied_sum=waiting)]
         items = process_items(self.machine, here=here, what="torch, transformers and DeepSpeed")
         if self.machine.gpu is None:
             each, why = _HOLES_OF_LONG_ROWS, f" of allocations below {format_bytes(mapped_from(row))}, in each process"
@@ -384,7 +383,6 @@ class DeepSpeedCandidate:
 _SUB_GROUP = 20_000_000
 _BUCKET = 50_000_000
 _SWAPPABLE_BYTES = 1 << 20  # DeepSpeed leaves smaller weights in memory
-_PERSISTENT = 100_000  # weights of up to this many elements are never partitioned away
 
 
 @dataclass(frozen=True)
@@ -424,7 +422,7 @@ def zero_sizes(
         reduce_bucket=_given(section.reduce_bucket_size, min(_BUCKET, max(shape.trainable, 1))),
         prefetch_bucket=_given(section.prefetch_bucket_size, prefetch),
         max_live=live,
-        persistent=_PERSISTENT,
+        persistent=100_000,
         weight_buffers=_given(section.param_buffer_count, buffers),
         weight_buffer_elements=-(-largest // world),
     )

@@ -28,10 +28,6 @@ from offload_trainer.common.units import format_bytes, format_count, format_seco
 from offload_trainer.storage.atomic_io import open_to_append, write_bytes, write_text
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 
-_REPORT_EVERY = 10.0  # least seconds between two writes of report.html
-_REPORT_SHARE = 0.01  # longest share of the time that writing it may take
-_LEAST_MOVED = 1e6  # bytes per second; drive traffic below this is only logs
-_WINDOW = 20  # steps averaged for speeds and shares: an overlapped update makes one step long and the next short
 _LONGEST = 60.0  # seconds after which a step is printed even if it is not at a twentieth of the run
 
 
@@ -100,7 +96,7 @@ class Telemetry:
         if start >= self._page_due:
             self._write_page(self._screen.seconds_left(record.step))
             end = time.monotonic()
-            self._page_due = end + max(_REPORT_EVERY, (end - start) / _REPORT_SHARE)
+            self._page_due = end + max(10.0, (end - start) / 0.01)
         self._trackers.put("train", record)
 
     def evaluation(self, record: EvalRecord) -> None:
@@ -143,7 +139,7 @@ class Screen:
         self, total: int, *, initial: int, say: Callable[[str], None], bounds: Mapping[str, str], drives: bool
     ) -> None:
         self._total, self._initial, self.say, self._bounds, self._drives = total, initial, say, bounds, drives
-        self._recent = deque[StepRecord](maxlen=_WINDOW)
+        self._recent = deque[StepRecord](maxlen=20)  # an overlapped update makes one step long and the next short
         self._started = self._said = 0.0  # set at the first step, since a run's start-up is not part of its pace
 
     def step(self, record: StepRecord) -> None:
@@ -175,7 +171,7 @@ class Screen:
             f"{format_count(speed)} tokens/s",
             f"{format_seconds(self.seconds_left(record.step))} left",
             f"{phase} {took[phase] / seconds:.0%}{bound}" if took.get(phase) else "",
-            f"drive {format_bytes(moved)}/s" if self._drives and moved >= _LEAST_MOVED else "",
+            f"drive {format_bytes(moved)}/s" if self._drives and moved >= 1e6 else "",  # less is only logs
             "norm -" if record.grad_norm is None else f"norm {record.grad_norm:.3g}",
             f"rate {record.lr:.3g}",
             "skipped" if record.skipped else "",

@@ -36,12 +36,10 @@ from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, Placement, Tier
 from offload_trainer.plan.workload import Workload
 
 WORTH = 0.05  # share of a step that an alternative update schedule must save, since forecasts are inexact
-_FORWARD_WORTH = 0.02  # the same for overlap with the next forward, which needs no memory and changes no bits
 
 FULL = "tiered.overlap=backward"  # the update schedule that needs two copies of the state
 
 _LARGE = 64 * 10**9  # bytes of RAM
-_GRADIENT = 4  # upper limit of bytes per element; gradients stay on the GPU if the state is there
 
 
 def left_free(ram: int) -> int:
@@ -245,8 +243,8 @@ class Tiered:
                 if over <= 0:
                     sizes = shared
                     break
-                # This reduction never overshoots: each element of state needs its own bytes and at most one gradient's.
-                share = max(0.0, int(1000 * (share - over / (trained * (each + _GRADIENT)))) / 1000)
+                # This reduction never overshoots: an element of state needs its own bytes and at most 4 of gradient.
+                share = max(0.0, int(1000 * (share - over / (trained * (each + 4)))) / 1000)
         if is_open and ram_is_open and place.nvme and needs(sizes) > ram:
             # State on a drive also needs page buffers in RAM, so the bytes are those of a plan without any in RAM.
             share = max(0, room - needs(replace(sizes, ram_fraction=0.0))) / (each * trained)
@@ -435,7 +433,7 @@ class TieredCandidate:
         pages = sum(group.count for group in self._laid_out.cut.groups if on_drive(group.page.home))
         hidden = overlap.hidden(read=overlap.read_before_update(pages, buffers=sizes.page_buffers) if early else 0.0)
         if found.step is not None:
-            gains = hidden >= _FORWARD_WORTH * found.step
+            gains = hidden >= 0.02 * found.step  # below `WORTH`, since this needs no memory and changes no bits
         else:
             # Overlap changes no result and needs no memory, and without it drives are idle during the forward. If the
             # CPU computes the model, there must be more cores than ranks: each rank's update needs a core too.

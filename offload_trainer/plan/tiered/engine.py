@@ -20,14 +20,7 @@ from offload_trainer.plan import step_time
 from offload_trainer.plan.communication import bounds_of, exchange_of
 from offload_trainer.plan.machine import MachineProfile, sums_key, update_key
 from offload_trainer.plan.memory import LONG, gpu_reserve, heap_holes
-from offload_trainer.plan.tiered.footprint import (
-    added_bytes,
-    gathered_weights,
-    shadow_bytes,
-    tiered_items,
-    tiered_traffic,
-    traffic_beside_matrices,
-)
+from offload_trainer.plan.tiered import footprint
 from offload_trainer.plan.tiered.layout import FORMATS, TierMap, Unit
 from offload_trainer.plan.tiered.spec import Layouts, TierSizes, layouts_of
 from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
@@ -351,12 +344,13 @@ class TieredCandidate:
     @cached_property
     def items(self) -> list[Item]:
         """Return the bytes at the peak by tier, without checkpoints."""
-        return [*tiered_items(self.work, self._laid_out, self.sizes, self.machine)]
+        return [*footprint.tiered_items(self.work, self._laid_out, self.sizes, self.machine)]
 
     def costs(self) -> step_time.Costs:
         """Return the time beside the model's computation: bytes moved, the update, ranks, and adding gradients."""
         work, machine, homes, sizes, gpu = self.work, self.machine, self._laid_out, self.sizes, self.machine.gpu
-        traffic, by_parts = tiered_traffic(work, homes, sizes, machine), gathered_weights(work, homes, sizes)
+        traffic = footprint.tiered_traffic(work, homes, sizes, machine)
+        by_parts = footprint.gathered_weights(work, homes, sizes)
         exchange = exchange_of(work, homes, by_parts=by_parts)
         waits, hidden = bounds_of(exchange, work, machine)
         bounds = [*self._updates(), *hidden]
@@ -372,7 +366,7 @@ class TieredCandidate:
             bounds += step_time.in_turn(work, machine, traffic)
         adding, memory, rates = 0.0, machine.rates.memory, machine.rates.sums
         alone = work.world == work.pipeline  # other ranks exchange gradients instead
-        for measured, size in added_bytes(work, homes, sizes, gpu=gpu is not None).items() if alone else ():
+        for measured, size in footprint.added_bytes(work, homes, sizes, gpu=gpu is not None).items() if alone else ():
             keys = [sums_key(name, measured=measured) for name in step_time.kernels_of(work)]
             rate = next((rates[key] for key in keys if key in rates), memory)
             adding += size / rate.value if rate is not None else 0.0  # of adding gradients and measuring their sums
@@ -403,7 +397,7 @@ class TieredCandidate:
             products = step_time.seconds_of_matrices(work.shape, machine)
             cores = machine.cores / work.here if machine.gpu is None and self.sizes.overlap else 1
             products = None if products is None else products * cores / work.world
-            beside = traffic_beside_matrices(work, self._laid_out, machine)
+            beside = footprint.traffic_beside_matrices(work, self._laid_out, machine)
             others = step_time.transfer_seconds(beside, machine, phase="update")
         if inside:
             whole = 2 * StateFormat(ADAMW, FP32).bytes_each + 4
@@ -448,7 +442,7 @@ class TieredCandidate:
         homes, sizes = self._laid_out, self.sizes
         # The update writes the old bytes of pages with shadow memory once more. If the memory's rate was not measured,
         # it is that of the update, which is bound by memory.
-        size, memory = shadow_bytes(homes, self.work.state), self.machine.rates.memory
+        size, memory = footprint.shadow_bytes(homes, self.work.state), self.machine.rates.memory
         each = 2 * self.work.state.mean_bytes(self.work.shape) + 4  # the gradient and the weight have 16 bits
         moved = memory.value if memory is not None else (step_time.update_rate(self.work, self.machine) or 0.0) * each
         copying = size / moved if moved else 0.0

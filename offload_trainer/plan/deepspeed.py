@@ -120,9 +120,8 @@ class DeepSpeed:
 
     def candidates(self, work: Workload, machine: MachineProfile) -> list[DeepSpeedCandidate]:
         """Return the candidates, from the fastest to the one that needs the least memory."""
-        params, optimizer = kind_asked(self.place.params), kind_asked(self.place.optimizer)
-        if self.moments == "8bit":
-            optimizer = TierKind.GPU
+        params = kind_asked(self.place.params)
+        optimizer = TierKind.GPU if self.moments == "8bit" else kind_asked(self.place.optimizer)
         found = [
             one
             for one in _PLACEMENTS
@@ -397,10 +396,24 @@ def zero_sizes(
     prefetch = 0 if placement.params == TierKind.DRIVES else min(_BUCKET, block)
     live = _given(section.max_live_parameters, 2 * max(largest, block))
     pipelines = section.pipeline_read + section.pipeline_write
-    buffers = _weight_buffers(shape, window=live, world=world, item_bytes=item_bytes)
+    largest_sub_group = 0  # of one rank: shards of weights are added until `sub_group` is reached
+    for group in decay_groups(shape.weights):
+        held = 0
+        for weight in group:
+            held += -(-weight.numel // world)
+            largest_sub_group = max(largest_sub_group, held)
+            if held >= sub_group:
+                held = 0
+    # There is a buffer for each of the most swappable weights in any window of `live` elements: DeepSpeed releases none
+    # before more are gathered, and fails if no buffer is free for the next module. The margin is for the module in use
+    # and the head, which tied embeddings fetch at both ends.
+    sizes = [weight.numel for weight in shape.weights if weight.numel * item_bytes // world >= _SWAPPABLE_BYTES]
+    ends = [0, *accumulate(sizes)]
+    counts = (bisect_right(ends, begin + live) - 1 - first for first, begin in enumerate(ends[:-1]))
+    buffers = max((max(1, count) for count in counts), default=0) + 4
     return ZeroSizes(
         sub_group=sub_group,
-        largest_sub_group=_largest_sub_group(shape, sub_group, world=world),
+        largest_sub_group=largest_sub_group,
         optimizer_buffers=_given(section.optimizer_buffer_count, 4 * (1 + pipelines)),  # 4 of a sub-group for each
         reduce_bucket=_given(section.reduce_bucket_size, min(_BUCKET, max(shape.trainable, 1))),
         prefetch_bucket=_given(section.prefetch_bucket_size, prefetch),
@@ -413,31 +426,6 @@ def zero_sizes(
 
 def _given(setting: int | Literal["auto"], computed: int) -> int:
     return computed if setting == "auto" else setting
-
-
-def _largest_sub_group(shape: ModelShape, size: int, *, world: int) -> int:
-    """Return the elements of one rank's largest sub-group: shards of weights are added until `size` is reached."""
-    largest = 0
-    for group in decay_groups(shape.weights):
-        held = 0
-        for weight in group:
-            held += -(-weight.numel // world)
-            largest = max(largest, held)
-            if held >= size:
-                held = 0
-    return largest
-
-
-def _weight_buffers(shape: ModelShape, *, window: int, world: int, item_bytes: int) -> int:
-    """Return the number of weight buffers: the most swappable weights in any window of `window` elements, and a margin.
-
-    DeepSpeed releases weights only when more than `max_live` elements are gathered, and fails if no buffer is free for
-    the next module. The margin is for the module in use and the head, which tied embeddings fetch at both ends.
-    """
-    sizes = [weight.numel for weight in shape.weights if weight.numel * item_bytes // world >= _SWAPPABLE_BYTES]
-    ends = [0, *accumulate(sizes)]
-    counts = (bisect_right(ends, begin + window) - 1 - first for first, begin in enumerate(ends[:-1]))
-    return max((max(1, count) for count in counts), default=0) + 4
 
 
 def gathered(shape: ModelShape, sizes: ZeroSizes) -> dict[str, int]:

@@ -138,13 +138,6 @@ class _Draft:
             value = [text if str in get_args(annotation) else value]
         self.values.setdefault(section, {})[name] = value
 
-    def append(self, key: str, texts: list[str]) -> None:
-        """Append to a list. The first flag for a key replaces the list from the file."""
-        section, _, name = key.partition(".")
-        values = self.values.setdefault(section, {})
-        values[name] = [*(values[name] if key in self.repeated else ()), *texts]
-        self.repeated.add(key)
-
 
 def _matching(given: Any) -> list[Any]:
     """Return the files that match a pattern such as `books/*.txt`; anything else, or one without matches, unchanged."""
@@ -347,7 +340,10 @@ def _apply_words(words: list[str], draft: _Draft) -> None:
             if flag.repeat:
                 more = [] if equals else _more_values(queue)
                 del queue[: len(more)]
-                draft.append(flag.key, [value, *more])
+                section, _, key = flag.key.partition(".")
+                values = draft.values.setdefault(section, {})
+                values[key] = [*(values[key] if flag.key in draft.repeated else ()), value, *more]
+                draft.repeated.add(flag.key)
             else:
                 draft.put(flag.key, value, spelled=name)
     train = draft.values.get("train", {})

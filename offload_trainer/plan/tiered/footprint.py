@@ -16,7 +16,7 @@ from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import activation_items, heap_holes, input_items, inputs_of, process_items, slots_of
 from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic
 from offload_trainer.plan.tiered import spec, weight_streaming
-from offload_trainer.plan.tiered.layout import DEVICE, PageGroup, TierMap, Unit, largest_range, range_of_rank
+from offload_trainer.plan.tiered.layout import DEVICE, PIECE, PageGroup, TierMap, Unit, largest_range, range_of_rank
 from offload_trainer.plan.tiered.state_formats import StateFormat
 from offload_trainer.plan.tiers import RAM, RAM_NAME, WHERE, Item, on_drive, tier_names
 from offload_trainer.plan.workload import Workload
@@ -145,8 +145,10 @@ def _weight_items(work: Workload, homes: TierMap, sizes: spec.TierSizes, machine
         ]
         size = len(blocks) * packed[0] + len(others) * packed[1]
         yield device("quantised weights in use", here * size, "as they are fetched")
-        weights = [weight for unit in units if unit.quantised for weight in unit.stored_weights(e) if weight.format]
-        scratch = max(weight.scratch_bytes(e, gpu=gpu) for weight in weights)
+        frozen = [weight for unit in units if unit.quantised for weight in unit.stored_weights(e)]
+        pieces = [(one.format.block, one.elements if gpu else min(PIECE, one.elements)) for one in frozen if one.format]
+        # Scales are in fp32, and a CPU also has a piece's values.
+        scratch = max(4 * piece // block + (0 if gpu else e * piece) for block, piece in pieces)
         yield device("dequantisation", here * scratch, "temporary memory, for one weight at a time")
     if sizes.by_parts and gpu:
         yield device("all-gather", here * weight_streaming.NCCL_BYTES, "NCCL's buffers for gathering weights; assumed")

@@ -12,6 +12,8 @@ from offload_trainer.common.packages import explain_import
 RERUN_HINT = "the same command resumes"  # run/resume.py completes this phrase with the step it resumes from
 STORE = "OFFLOAD_TRAINER_STORE"  # environment variable: the file through which the launcher's ranks find each other
 LOST = 69  # exit code of a rank that ends only because another rank has ended
+# What torch says if cudaMalloc fails, and if the libraries that it calls have no memory.
+_FULL = re.compile("CUDA out of memory|CUDA error: out of memory|_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED")
 
 
 class TrainerError(Exception):
@@ -56,10 +58,6 @@ def fills_gpu(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-# What torch says if cudaMalloc fails, and if the libraries that it calls have no memory.
-_FULL = re.compile("CUDA out of memory|CUDA error: out of memory|_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED")
 
 
 class PeerFailed(TrainerError):

@@ -21,7 +21,6 @@ from offload_trainer.telemetry.metrics import EvalRecord, StepRecord, median_pha
 Point = tuple[float, float]
 Rows = Sequence[Sequence[str]]
 
-_LOGS = 10**6  # bytes a step; a run that writes less writes logs only, no page files
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _MARGIN = 640, 280, 92, 34, 14
 RELOAD = '<meta http-equiv="refresh" content="10">'  # in the page of a run that goes on
 
@@ -125,7 +124,7 @@ def results(rows: Sequence[StepRecord], evaluations: Sequence[EvalRecord]) -> di
         "host memory, peak": max(row.host_rss_bytes for row in rows),
         "GPU memory, peak": max(row.device_peak_bytes for row in rows) or None,
         "on drives": max(row.memory.get("drives", 0) for row in rows) or None,
-        "written to drives, a step": written if written >= _LOGS else None,
+        "written to drives, a step": written if written >= 10**6 else None,  # less is logs only, no page files
     }
 
 

@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from offload_trainer.common.errors import TrainerError, UserError, reason
@@ -27,8 +26,6 @@ from offload_trainer.common.safe_files import Steps, lenient_record, one_line, o
 from offload_trainer.common.units import format_bytes, format_count, format_seconds
 from offload_trainer.storage.atomic_io import open_to_append, write_bytes, write_text
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
-
-_LONGEST = 60.0  # seconds after which a step is printed even if it is not at a twentieth of the run
 
 
 @lenient_record
@@ -79,10 +76,10 @@ class Telemetry:
         done: int,
         screen: Screen,
         trackers: Sequence[str] = (),
-        config: Mapping[str, Any] = MappingProxyType({}),
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         """Open the files and start `trackers`, which get the configuration as section.key: value."""
-        self._screen, self._trackers = screen, Trackers(trackers, directory, config, done=done, say=screen.say)
+        self._screen, self._trackers = screen, Trackers(trackers, directory, config or {}, done=done, say=screen.say)
         self.page: Callable[[float | None], str] | None = None  # set by the run, which knows the plan
         self._report, self._page_due, self._page_failed = directory / "report.html", -math.inf, False
         self._metrics = JsonLines(directory / "metrics.jsonl", done=done)
@@ -148,7 +145,7 @@ class Screen:
             self._started = self._said = now - record.seconds
         self._recent.append(record)
         at_twentieth = record.step % max(1, self._total // 20) == 0
-        if at_twentieth or record.step == self._total or now - self._said >= _LONGEST:
+        if at_twentieth or record.step == self._total or now - self._said >= 60.0:
             self._said = now
             self.say(f"step {record.step}/{self._total}  {self._numbers(record)}")
 

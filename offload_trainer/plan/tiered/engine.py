@@ -179,11 +179,7 @@ class Tiered:
         return [work, breadth_first] if machine.rates.matmul and all(copies) else [breadth_first, work]
 
     def _with_device_sums(self, one: TieredCandidate) -> TieredCandidate:
-        """Return the candidate with its shares, and gradients of all units or of the blocks added on the GPU.
-
-        They are added there if that fits and is no slower. Without a forecast, the way that writes least to drives is
-        taken.
-        """
+        """Return the candidate with its shares, and with gradients added on the GPU if that fits and is no slower."""
         work, machine, counts = one.work, one.machine, [0]
         is_added = one.sizes.gradients != TierKind.GPU and work.world == work.pipeline and work.accumulate > 1
         if is_added and work.breadth_first and machine.gpu is not None:

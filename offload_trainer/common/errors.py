@@ -12,6 +12,8 @@ from offload_trainer.common.packages import explain_import
 RERUN_HINT = "the same command resumes"  # run/resume.py completes this phrase with the step it resumes from
 STORE = "OFFLOAD_TRAINER_STORE"  # environment variable: the file through which the launcher's ranks find each other
 LOST = 69  # exit code of a rank that ends only because another rank has ended
+# What torch says if cudaMalloc fails, and if the libraries that it calls have no memory.
+_FULL = re.compile("CUDA out of memory|CUDA error: out of memory|_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED")
 
 
 class TrainerError(Exception):
@@ -42,13 +44,11 @@ class GpuFull(TrainerError):
         text = " ".join(str(error).split())
         self.unvalidated, self.missing = unvalidated, 0  # bytes; 0: not known
         if sizes := re.search(r"Tried to allocate ([\d.]+) (\w+)\..*?of which ([\d.]+) (\w+) is free", text):
-            asked, free = (int(float(sizes[n]) * _UNITS[sizes[n + 1]]) for n in (1, 3))
+            units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+            asked, free = (int(float(sizes[n]) * units[sizes[n + 1]]) for n in (1, 3))
             self.missing = max(0, asked - free)
             text = f"{sizes[1]} {sizes[2]} were asked for, {sizes[3]} {sizes[4]} were free"
         super().__init__(f"the GPU ran out of memory: {text[:500]}")
-
-
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def fills_gpu(error: BaseException | None) -> bool:
@@ -58,10 +58,6 @@ def fills_gpu(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-# What torch says if cudaMalloc fails, and if the libraries that it calls have no memory.
-_FULL = re.compile("CUDA out of memory|CUDA error: out of memory|_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED")
 
 
 class PeerFailed(TrainerError):
@@ -83,7 +79,6 @@ class Stopped(KeyboardInterrupt):
 
 # Errors of a disk that is full, read-only, failing or gone; `_DOORS` holds errors of permissions and paths.
 _DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO}
-_MEND = f"Free space or mend that disk; {RERUN_HINT}"
 _DOORS = {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 
 
@@ -97,7 +92,7 @@ def explain(error: BaseException) -> str | None:
         return explain_import(error)
     if isinstance(error, OSError) and error.errno in _DISKS | _DOORS:
         text = f"{error.filename or 'a file'}: {reason(error)}"
-        return text if error.errno in _DOORS else f"{text}. {_MEND}"
+        return text if error.errno in _DOORS else f"{text}. Free space or mend that disk; {RERUN_HINT}"
     return None
 
 

@@ -28,7 +28,6 @@ OPTIONAL = {
     "wandb": "0.22",
     "trackio": "0.41",
 }
-_MODULES = {"yaml": "PyYAML"}  # modules whose name differs from the package's
 
 
 def is_installed(module: str) -> bool:
@@ -66,7 +65,7 @@ def lacks(feature: str, package: str) -> str:
 def explain_import(error: ImportError) -> str | None:
     """Return the error message for a package that is missing or too old; None for any other import error."""
     module = (error.name or "").partition(".")[0]
-    package = _MODULES.get(module, module)
+    package = "PyYAML" if module == "yaml" else module
     if module in ("", "offload_trainer"):
         return None
     if old := too_old(package) if package in REQUIRED | OPTIONAL else None:

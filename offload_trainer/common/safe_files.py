@@ -24,7 +24,6 @@ Kind = TypeVar("Kind")
 MOST_BYTES = 64 << 20  # a manifest of 100,000 weights has 20 MB
 _MOST_DIGITS = 100  # transformers writes a 31-digit number for a tokenizer without a length limit
 _MOST_YAML = 1 << 20  # bytes, enough for a configuration that names 10,000 files; parsing this much takes seconds
-_SHOWN = 300  # characters of a file's content quoted in a message
 
 
 @dataclass_transform(frozen_default=True)
@@ -219,7 +218,8 @@ def is_there(path: Path) -> bool:
 
 def shown(value: Any) -> str:
     """Return a value from a file in a form safe for messages: one line, at most 300 characters, no control codes."""
-    return _cut(value if isinstance(value, str) and value.isprintable() else repr(value))
+    text = value if isinstance(value, str) and value.isprintable() else repr(value)
+    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def one_line(error: Exception) -> str:
@@ -228,17 +228,12 @@ def one_line(error: Exception) -> str:
     return shown(words) if words else type(error).__name__
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
 @functools.cache
 def adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
 def _complaint(error: ValidationError) -> str:
-    """Return the first of pydantic's errors as a sentence."""
     first = error.errors(include_url=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return f"it is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
@@ -248,4 +243,4 @@ def _complaint(error: ValidationError) -> str:
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{where} is not known to this version"
     wanted = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    return f"{where} should be {wanted}, and is {_cut(repr(first['input']))}"
+    return f"{where} should be {wanted}, and is {shown(repr(first['input']))}"

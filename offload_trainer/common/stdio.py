@@ -70,7 +70,6 @@ def write_now(line: str) -> None:
 
 
 def _text(before: TextIO | None, descriptor: int, *, must_arrive: bool) -> TextIO:
-    """Return a line-buffered text stream that escapes characters which the encoding lacks."""
     if before is not None:
         before.flush()
     encoding = getattr(before, "encoding", None) or "utf-8"

@@ -2,12 +2,10 @@
 
 from shutil import get_terminal_size
 
-_STEPS = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
-
 
 def _scaled(number: float, suffix: str) -> str:
     number = float(f"{number:.3g}")  # rounded before the letter is chosen: 999,999 is 1 M, not 1e+03 k
-    for step, letter in _STEPS:
+    for step, letter in ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
         if abs(number) >= step:
             return f"{number / step:.3g} {letter}{suffix}".rstrip()
     return f"{number:.3g} {suffix}".rstrip()

@@ -30,7 +30,6 @@ RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")  # also when compressed
 LINE_BYTES = 1 << 26  # limit for a line or a record of text, which is in memory whole, several times over
 _BLOCK = 1 << 18
 _ROWS = 256  # rows of a table converted to records at a time
-_LITERAL = 16  # more characters than a JSON literal or escape that a block may cut
 _BETWEEN = re.compile(r"[\s,]*")  # what separates the items of a JSON array
 
 
@@ -173,9 +172,9 @@ def _array_items(source: Path, blocks: Iterator[str]) -> Iterator[tuple[str, dic
         try:
             record, place = decode(text, place)
         except (ValueError, RecursionError) as error:
-            # The end of the text may cut a record. More text does not mend an error far before that end.
+            # The end of the text may cut a record, in it perhaps a literal or an escape: of under 16 characters.
             unfinished = isinstance(error, json.JSONDecodeError) and (
-                error.msg.startswith("Unterminated") or error.pos > len(text) - _LITERAL
+                error.msg.startswith("Unterminated") or error.pos > len(text) - 16
             )
             if unfinished and len(text) - place > LINE_BYTES:
                 raise _too_long(where) from error
@@ -309,7 +308,6 @@ _KEYS = {"chat": ("messages",), "sharegpt": ("conversations",), "pairs": ("promp
 _QUESTIONS = ("instruction", "question", "query", "prompt")
 _ANSWERS = ("output", "response", "answer")
 _SYSTEM = ("system", "system_prompt")
-_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 _TEXT_ALONE = (
     "this command trains on text alone. To train an image-text model on images, load it with ot.load for a loop of "
     "your own, or with offload_trainer.hf.load for transformers' Trainer (docs/library.md, Images and text)"
@@ -324,8 +322,6 @@ _OTHERS = (
     *(("chosen", "rejected"), ("chosen_response", "rejected_response"), ("prompt", "completions", "labels")),
     *(("kto_tag",), ("input_ids",), ("segments",), ("prompt",)),
 )
-# Axolotl's fields for training on parts of an answer, which is not supported here
-_NO_LOSS_HERE = ("train_detail", "training_detail")
 # Metadata fields, which are not expected in a row.
 _ABOUT = frozenset(
     (
@@ -421,7 +417,7 @@ def _refuse_other(record: dict[str, Any], *, form: str | None = None) -> None:
         if all(record.get(key) is not None for key in keys) and (form is None or keys != ("prompt",)):
             fields = "'prompt' without an answer" if keys == ("prompt",) else " and ".join(map(repr, keys))
             raise UserError(f"a line with {fields} is not trained on: {_READ_HERE}")
-    for key in _MEDIA:
+    for key in ("images", "image", "videos", "video", "audios", "audio"):
         if record.get(key):
             raise UserError(f"{key!r} is not empty: {_TEXT_ALONE}")
     if record.get("chat_template_kwargs"):
@@ -484,7 +480,7 @@ def _message(message: Any, number: int) -> Message:
     calls, content = its.get("tool_calls"), its.get("content")
     if calls and (not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls)):
         raise UserError(f"'tool_calls' of message {number} is no list of objects")
-    for key in _NO_LOSS_HERE:
+    for key in ("train_detail", "training_detail"):  # Axolotl's fields for training on parts of an answer
         if its.get(key):
             raise UserError(f"message {number} has {key!r}: an answer is trained on whole, or not at all ('weight': 0)")
     if its.get("train") is True and role != "assistant":
@@ -519,7 +515,6 @@ def _tools(record: dict[str, Any]) -> tuple[Any, ...] | None:
 
 
 def _text(content: Any, number: int) -> str:
-    """Return a message's text, which may be one string or a list of text parts."""
     if content is None:
         raise UserError(f"message {number} has no content; if it is empty, use an empty string")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]

@@ -147,11 +147,10 @@ class AnswerEncoder:
         """Return the text of an example, and the spans in it that are learned. Raises as `encode`."""
         if example.pair is not None:
             prompt, completion = example.pair
-            start = 0 if self._everything else len(prompt)
             text = prompt + completion
             self._omit(example, text, set())
             self._empty += not completion.strip()
-            return text, [(start, len(text))]
+            return text, [(0 if self._everything else len(prompt), len(text))]
         messages = tuple(_with_functions(message, self._printable) for message in example.messages)
         example = replace(example, messages=messages)
         text, marked = self._render(example, example.messages)
@@ -290,7 +289,6 @@ class AnswerEncoder:
 
     @cached_property
     def _turns(self) -> list[_Turn]:
-        """What the templates of conversations without and with tools write around an answer to a question."""
         return [self._turn_behind(probe, *_QUESTIONS) for probe in (Example(""), Example("", tools=(_TOOL,)))]
 
     def _turn_behind(self, example: Example, *questions: Sequence[Message]) -> _Turn:

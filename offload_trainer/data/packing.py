@@ -33,11 +33,8 @@ from offload_trainer.data.tokenizer import document_marks, vocabulary_size
 PIECE = 1 << 16  # characters
 # A batch for one call: large enough for a multi-threaded tokenizer, small enough for memory.
 BATCH_CHARACTERS = 1 << 20
-BATCH_PIECES = 4096
 _AROUND = 256  # characters on each side of a cut that are tokenised to test it
 _TRIED = 4  # candidate places of each kind
-_BATCH = 256  # conversations per tokenizer call
-_OPEN = 64  # rows being filled at the same time
 _PLAIN_TEMPLATE = Path(__file__).parent / "builtin" / "chat_template.jinja"
 
 
@@ -154,7 +151,7 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
     for piece in pieces:
         batch.append(piece)
         size += len(piece.text)
-        if size >= BATCH_CHARACTERS or len(batch) >= BATCH_PIECES:
+        if size >= BATCH_CHARACTERS or len(batch) >= 4096:
             yield batch
             batch, size = [], 0
     if batch:
@@ -224,7 +221,7 @@ class RowEncoder:
     def encode(self, examples: Iterable[documents.Example], *, last: bool = True) -> Iterator[np.ndarray]:
         """Yield the rows that these conversations complete, and the open ones in their order if they are the `last`."""
         left = iter(examples)
-        while batch := list(islice(left, _BATCH)):
+        while batch := list(islice(left, 256)):  # in one call of the tokenizer
             # Chat templates that ask for the date or the time print the day.
             with patch.object(chat_template_utils, "datetime", SimpleNamespace(now=lambda: self._day)):
                 rendered = list(self._answers.encode(batch))
@@ -268,12 +265,11 @@ class RowEncoder:
         else:
             self.open_rows.append(ids)
         fullest = max(range(len(self.open_rows)), key=lambda n: len(self.open_rows[n]))
-        if len(self.open_rows) <= _OPEN and len(self.open_rows[fullest]) < self.row_length:
+        if len(self.open_rows) <= 64 and len(self.open_rows[fullest]) < self.row_length:
             return None
         return self._padded(self.open_rows.pop(fullest))
 
     def _padded(self, ids: np.ndarray) -> np.ndarray:
-        """Return a complete row, in which the padding is marked as a separate segment."""
         self._complete += 1
         padding = np.full(self.row_length - len(ids), self._pad, dtype=np.uint32)
         padding[:1] |= np.uint32(BEGINS)

@@ -23,7 +23,6 @@ from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED, TokenFile
 
 IGNORED = -100  # a target that is not counted in the loss; the same value as in torch and transformers
-_ROUNDS = 8
 _STRETCHES, _CHARACTERS = 16, 300  # lines shown of the first row, and characters of each
 
 
@@ -40,7 +39,7 @@ def order(index: int, count: int, *, seed: int, epoch: int) -> int:
     key = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=16).digest()
     while True:
         left, right = index >> half_bits, index & mask
-        for turn in range(_ROUNDS):
+        for turn in range(8):
             mixed = hashlib.blake2b(right.to_bytes(8, "little"), digest_size=8, key=key, salt=bytes([turn]))
             left, right = right, left ^ (int.from_bytes(mixed.digest(), "little") & mask)
         index = left << half_bits | right

@@ -37,9 +37,7 @@ from offload_trainer.storage.owned_dirs import MODE, cache_directory, open_owned
 
 # Increase it when the same text or conversations and tokenizer give other ids than before.
 FORMAT = 4
-_SECONDS_BETWEEN_REPORTS = 5.0
 _SETTLED_NS = 2 * 10**9
-_LONG = 10**9  # bytes whose reading takes seconds
 
 
 def prepare_tokens(spec: TokenSpec, *, validation: bool = False) -> Tokens:
@@ -53,8 +51,7 @@ def prepare_tokens(spec: TokenSpec, *, validation: bool = False) -> Tokens:
     if sources[0].suffix == ".bin":
         files = [TokenFile.open(source) for source in sources]
         for file in files:
-            refused = _why_other(file, spec)
-            if refused:
+            if refused := _why_other(file, spec):
                 raise UserError(f"{file.path} {refused}, or give the text or the conversations instead")
         if len(files) == 1:
             return files[0]
@@ -115,7 +112,7 @@ def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> To
         for ids in map(spec.known, encoder.encode(records)):
             yield ids
             tokens, now = tokens + len(ids), time.monotonic()
-            if now - reported >= _SECONDS_BETWEEN_REPORTS:
+            if now - reported >= 5.0:
                 reported = now
                 say(f"{format_count(tokens)} tokens, {format_count(tokens / (now - begin))} a second")
         say(f"{format_count(tokens)} tokens in {format_seconds(time.monotonic() - begin)}")
@@ -160,7 +157,7 @@ def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], N
     found = {path: known[path] for path, state in about.items() if path in known and known[path][1] == state}
     fresh = about.keys() - found.keys()
     total = sum(about[path][0] for path in fresh)
-    if total >= _LONG:
+    if total >= 10**9:  # reading them takes seconds
         say(f"reading {format_bytes(total)} of text to check whether it was tokenised before")
     for path in sorted(fresh):
         settled = time.time_ns() - max(about[path][1:3]) > _SETTLED_NS and is_utf8(path)  # JSON has no other names

@@ -23,7 +23,6 @@ from offload_trainer.data.documents import COMPRESSED, RECORDS, TABLES, holds_re
 BUILTIN_CORPUS = Path(__file__).parent / "builtin" / "corpus.txt"
 TEXT_SUFFIXES = (".txt", ".md", *RECORDS)  # also when compressed
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::([\w.\[\]%:+-]+))?")
-_HEAD = 1 << 16  # bytes by which a file's format is judged
 
 # The split that a word in the name of a file or folder means to `datasets`
 _SPLITS = {
@@ -198,14 +197,12 @@ def _data_files(folder: Path) -> set[str]:
 
 
 def _split_of(path: Path) -> str:
-    """Return the split that the folders or the name of a file mean, "" if they mean none."""
     words = [word.lower() for part in path.parts for word in re.split(r"[-._ 0-9]+", part)]
     # a data set's text is never in .md
     return "" if kind_of(path) == ".md" else next((_SPLITS[word] for word in words if word in _SPLITS), "")
 
 
 def _front_matter(card: Path) -> dict[str, Any]:
-    """Return the YAML at the beginning of a data set's card; nothing if there is none that can be read."""
     try:
         found = re.match(rb"---\s*\n(.*?\n)---\s", file_bytes(card, links=True), re.DOTALL)
         front = parsed_yaml(found[1]) if found else None
@@ -257,7 +254,7 @@ def _refuse_other(path: Path) -> None:
         if not stat.S_ISREG(path.stat().st_mode):
             raise UserError(f"{path}: a pipe or a device can be read only once: write the text into a file")
         with open_given(path) as file:
-            head = file.read(_HEAD)
+            head = file.read(1 << 16)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     is_packed = suffix in (*TABLES, *COMPRESSED)

@@ -128,7 +128,6 @@ class StreamedTokens:
         return self._ids[start - begin :][:count]
 
     def _form(self, spec: TokenSpec) -> str:
-        """Return `data.format`, or if it is "auto" that of the hub's first record."""
         if spec.section.format != "auto":
             return spec.section.format
         with self._reading():
@@ -159,7 +158,6 @@ class StreamedTokens:
             skipped = 0
 
     def _next_ids(self) -> np.ndarray:
-        """Tokenize the next records, until there is an id or the data set ends."""
         before, state = self._end, self._state
         between_rows = not self._encoder.open_rows
         ids, ended = self._ids[:0], False

@@ -20,17 +20,8 @@ from typing import Annotated, Any, BinaryIO, Literal
 import numpy as np
 from pydantic import Field
 
+from offload_trainer.common import safe_files
 from offload_trainer.common.errors import RERUN_HINT, TrainerError, UserError, reason
-from offload_trainer.common.safe_files import (
-    Count,
-    Crc32s,
-    Line,
-    file_bytes,
-    is_there,
-    lenient_record,
-    open_file,
-    parsed,
-)
 from offload_trainer.common.units import format_bytes
 from offload_trainer.storage import owned_dirs
 from offload_trainer.storage.atomic_io import sync_directory, write_bytes
@@ -54,7 +45,7 @@ def sidecar_path(path: Path) -> Path:
 
 def cached(path: Path) -> TokenFile | None:
     """Open a token file of the cache, if its writer has finished it: the sidecar is written last."""
-    there = [one for one in (path, sidecar_path(path)) if is_there(one)]
+    there = [one for one in (path, sidecar_path(path)) if safe_files.is_there(one)]
     for one in there:  # a single one of another user could not be replaced at the end
         _opened(one, owned=True).close()
     return TokenFile.open(path, owned=True) if len(there) == 2 else None
@@ -158,26 +149,27 @@ class TokenFile:
         return max(int((self.read(i, min(_SCAN_TOKENS, self.tokens - i)) & bits).max()) for i in starts)
 
 
-@lenient_record
+@safe_files.lenient_record
 class _Sidecar:
     dtype: Literal["uint16", "uint32"]
-    tokens: Annotated[Count, Field(gt=0)]
-    tokenizer: Line | None = None
-    vocabulary: Annotated[Count, Field(gt=0)] | None = None
-    end_of_text: Count | None = None
-    row_length: Annotated[Count, Field(gt=0)] | None = None
+    tokens: Annotated[safe_files.Count, Field(gt=0)]
+    tokenizer: safe_files.Line | None = None
+    vocabulary: Annotated[safe_files.Count, Field(gt=0)] | None = None
+    end_of_text: safe_files.Count | None = None
+    row_length: Annotated[safe_files.Count, Field(gt=0)] | None = None
     packed: bool = False
-    summary: Line | None = None
-    crc32: Crc32s = field(default_factory=list)
+    summary: safe_files.Line | None = None
+    crc32: safe_files.Crc32s = field(default_factory=list)
 
 
 def stated_facts(path: Path, *, owned: bool = False) -> dict[str, Any]:
     """Return what the sidecar of a token file says; {} without one. Raises UserError if it cannot be read."""
     sidecar = sidecar_path(path)
-    if not is_there(sidecar):
+    if not safe_files.is_there(sidecar):
         return {}
     try:
-        return asdict(parsed(file_bytes(sidecar, links=True, opener=open_owned if owned else None), _Sidecar))
+        content = safe_files.file_bytes(sidecar, links=True, opener=open_owned if owned else None)
+        return asdict(safe_files.parsed(content, _Sidecar))
     except (OSError, ValueError) as error:
         fix = _ELSEWHERE if owned else "Correct it, or delete it and its .bin and make them again"
         raise UserError(f"{sidecar} cannot be read: {reason(error)}. {fix}") from error
@@ -185,7 +177,7 @@ def stated_facts(path: Path, *, owned: bool = False) -> dict[str, Any]:
 
 def _opened(path: Path, *, owned: bool) -> BinaryIO:
     try:
-        return open(open_owned(path) if owned else open_file(path, links=True), "rb", buffering=0)
+        return open(open_owned(path) if owned else safe_files.open_file(path, links=True), "rb", buffering=0)
     except FileNotFoundError as error:
         raise UserError(f"{path} is not there") from error
     except ValueError as error:
@@ -249,14 +241,13 @@ def write_tokens(
 
 
 def _commit(path: Path, ids: Path, content: bytes) -> None:
-    """Move the file `ids` to `path`, and then put a sidecar with this content next to it."""
     sidecar = sidecar_path(path)
     # A sidecar with other content must never exist next to the new ids, even for a moment. An equal one may:
     # another process is preparing the same text, and its finished pair must not be lost.
     try:
-        is_stale = file_bytes(sidecar) != content
+        is_stale = safe_files.file_bytes(sidecar) != content
     except (OSError, ValueError):
-        is_stale = is_there(sidecar)
+        is_stale = safe_files.is_there(sidecar)
     if is_stale:
         sidecar.unlink()
     os.replace(ids, path)

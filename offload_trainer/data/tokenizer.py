@@ -115,7 +115,6 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
 
 
 def _encodes_alike(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
-    """Return whether a tokenizer.json gives this tokenizer's ids, also next to special tokens."""
     if not file.is_file():
         return False
     read = Tokenizer.from_file(str(file))
@@ -126,7 +125,6 @@ def _encodes_alike(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """Return the object in a file of a model directory, or {} if there is no file."""
     return read_back(file, dict[str, Any], links=True, fix="Download it again") if file.exists() else {}
 
 

@@ -210,11 +210,8 @@ def refusal(shape: ModelShape, *, tensor: int) -> str:
     """Return why the products of a model cannot be divided over `tensor` ranks, or "" if they can."""
     if tensor > 1 and any(weight.block and len(weight.shape) > 2 for weight in shape.weights):
         return "its experts are stored in one tensor, which cannot be split by rows or columns"
-    if shape.heads % tensor:
-        return f"{shape.heads} attention heads are not a multiple of {tensor}"
-    if shape.key_heads % tensor:
-        return f"{shape.key_heads} key-value heads are not a multiple of {tensor}"
-    return ""
+    heads = ((shape.heads, "attention"), (shape.key_heads, "key-value"))
+    return next((f"{count} {kind} heads are not a multiple of {tensor}" for count, kind in heads if count % tensor), "")
 
 
 def part_held(weight: Weight, tensor: int) -> int:

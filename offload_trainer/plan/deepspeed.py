@@ -17,29 +17,11 @@ from typing import Literal
 from offload_trainer.common.errors import UserError
 from offload_trainer.common.units import format_bytes, format_count
 from offload_trainer.config import DeepSpeedSection, PlacementSection
-from offload_trainer.plan.communication import (
-    as_traffic,
-    link_seconds,
-    part_held,
-    refusal,
-    tensor_collectives,
-    zero_bounds,
-    zero_collectives,
-)
+from offload_trainer.plan import communication, step_time
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import ACTIVATIONS, LONG, activation_items, input_items, mapped_from, process_items
 from offload_trainer.plan.shape import ModelShape, decay_groups
-from offload_trainer.plan.step_time import (
-    DEVICE_COPIES,
-    PHASES,
-    UPDATE_START,
-    Bound,
-    Costs,
-    Traffic,
-    computing_bounds,
-    copy_seconds,
-    update_rate,
-)
+from offload_trainer.plan.step_time import DEVICE_COPIES, Bound, Costs, Traffic, computing_bounds, update_rate
 from offload_trainer.plan.tiers import RAM_NAME, Item, Placement, TierKind, kind_asked
 from offload_trainer.plan.workload import Workload
 
@@ -108,7 +90,7 @@ class DeepSpeed:
     def refuse(self, work: Workload, machine: MachineProfile) -> None:
         """Raise UserError for settings that this machine, this step, the ranks or the model make impossible."""
         tensor, several = f"parallel.tensor={self.tensor}", self.tensor > 1
-        reason = refusal(work.shape, tensor=self.tensor)
+        reason = communication.refusal(work.shape, tensor=self.tensor)
         on_gpu = kind_asked(self.place.optimizer) == TierKind.GPU or self.moments == "8bit"
         found = {
             "--dtype fp16 without a GPU: DeepSpeed's CPU accelerator has no fp16; use --dtype bf16, or --engine "
@@ -128,7 +110,6 @@ class DeepSpeed:
 
     @property
     def _zero(self) -> int | None:
-        """Return the requested ZeRO stage, or None for `auto`; tensor parallelism implies stage 1."""
         if self.tensor > 1:
             return 1
         return None if self.section.zero_stage == "auto" else self.section.zero_stage
@@ -139,9 +120,8 @@ class DeepSpeed:
 
     def candidates(self, work: Workload, machine: MachineProfile) -> list[DeepSpeedCandidate]:
         """Return the candidates, from the fastest to the one that needs the least memory."""
-        params, optimizer = kind_asked(self.place.params), kind_asked(self.place.optimizer)
-        if self.moments == "8bit":
-            optimizer = TierKind.GPU
+        params = kind_asked(self.place.params)
+        optimizer = TierKind.GPU if self.moments == "8bit" else kind_asked(self.place.optimizer)
         found = [
             one
             for one in _PLACEMENTS
@@ -182,7 +162,7 @@ class DeepSpeedCandidate:
         elif work.state.moments.name == "8bit":
             why = "the 8-bit moments are in DeepSpeed's flat buffers, which cannot be saved weight by weight"
         self.cannot_save = why
-        held = [(part_held(weight, work.tensor), weight.trainable) for weight in shape.weights]
+        held = [(communication.part_held(weight, work.tensor), weight.trainable) for weight in shape.weights]
         self._held = sum(count for count, _ in held)  # weights of a rank, divided by tensor parallelism only
         self._held_trained = sum(count for count, trained in held if trained)
         self._trained = -(-self._held_trained * work.here // work.data)  # parameters with their state on a node
@@ -192,18 +172,18 @@ class DeepSpeedCandidate:
         # Bytes of the gradient sums over a rank's micro-batches.
         self._sums = 4 if work.accumulate > 1 else work.item_bytes
         sent = gathered(shape, self.sizes) if placement.stage == 3 else {}
-        zero = zero_collectives(work, stage=placement.stage, trained=self._held_trained, gathered=sent)
-        self._collectives = [*zero, *tensor_collectives(work)]
+        zero = communication.zero_collectives(work, stage=placement.stage, trained=self._held_trained, gathered=sent)
+        self._collectives = [*zero, *communication.tensor_collectives(work)]
 
     def costs(self) -> Costs:
         """Return the bytes that a step moves, and the time that it takes beside the model's computation."""
         work, machine, traffic, collectives = self.work, self.machine, list(self._traffic()), self._collectives
-        update, on_top = Bound("update", 0.0, "AdamW on the GPU", "adamw"), dict.fromkeys(PHASES, 0.0)
+        update, on_top = Bound("update", 0.0, "AdamW on the GPU", "adamw"), dict.fromkeys(step_time.PHASES, 0.0)
         if machine.gpu is None or self.placement.optimizer != TierKind.GPU:
             count, rate = self._trained, update_rate(work, machine)  # parameters, and those per second of a node
-            seconds = rate and count / (_SPEED * rate) + UPDATE_START
+            seconds = rate and count / (_SPEED * rate) + step_time.UPDATE_START
             update = Bound("update", seconds, f"AdamW on {format_count(count)} parameters", "adamw")
-        bounds = [update, *zero_bounds(collectives, machine, here=work.here)]  # `on_top` has the other collectives
+        bounds = [update, *communication.zero_bounds(collectives, machine, here=work.here)]  # others are in `on_top`
         if machine.gpu is None:
             on_top["backward"] = _HOOKS * work.shape.trainable
         elif work.tensor > 1:  # every rank computes all of what is outside the blocks
@@ -216,12 +196,13 @@ class DeepSpeedCandidate:
             on_top["backward"] += copies[1]
         for one in collectives if machine.gpu is not None else ():
             if not one.hides:
-                on_top[one.phase] += link_seconds(one, machine, here=work.here) or 0.0
+                on_top[one.phase] += communication.link_seconds(one, machine, here=work.here) or 0.0
         # The first sub-group is read, and the last one is written, without traffic in the other direction. Without
         # pipelining that holds for every sub-group.
         alone = min(1.0, self.sizes.largest_sub_group / max(1, work.shape.trainable))
         stretch = 1 + (alone if self._section.pipeline_read or self._section.pipeline_write else 1.0)
-        return Costs(traffic, bounds, list(as_traffic(collectives, here=work.here)), stretch=stretch, on_top=on_top)
+        links = list(communication.as_traffic(collectives, here=work.here))
+        return Costs(traffic, bounds, links, stretch=stretch, on_top=on_top)
 
     def _traffic(self) -> Iterator[Traffic]:
         """Yield the bytes that a step moves; an NVMe optimizer's fp32 gradients are swapped with its state."""
@@ -270,7 +251,7 @@ class DeepSpeedCandidate:
             return None
         moved = sum(one.read for one in traffic if (one.place, one.phase) == (DEVICE_COPIES, "backward"))
         back = copies.read / into.value
-        whole, alone = (copy_seconds(read, copies.written, self.machine) for read in (moved - copies.read, 0))
+        whole, alone = (step_time.copy_seconds(read, copies.written, self.machine) for read in (moved - copies.read, 0))
         if whole is None or alone is None:
             return None
         last = next(weight.numel for weight in shape.weights if weight.trainable) / shape.trainable
@@ -300,8 +281,7 @@ class DeepSpeedCandidate:
         reduced = self.placement.stage > 1
         waiting = e * reduced * sum(one.numel for one in work.shape.weights if one.trainable and one.uses > 1)
         kept = [replace(item, bytes=here * item.bytes) for item in input_items(work, self.machine)]
-        of_model = activation_items(work, self.machine, kept=kept, gradients=reduced, waiting=waiting, tied_sum=waiting)
-        model = [*of_model]
+        model = [*activation_items(work, self.machine, kept=kept, gradients=reduced, waiting=waiting, tied_sum=waiting)]
         items = process_items(self.machine, here=here, what="torch, transformers and DeepSpeed")
         if self.machine.gpu is None:
             each, why = _HOLES_OF_LONG_ROWS, f" of allocations below {format_bytes(mapped_from(row))}, in each process"
@@ -385,7 +365,6 @@ class DeepSpeedCandidate:
 _SUB_GROUP = 20_000_000
 _BUCKET = 50_000_000
 _SWAPPABLE_BYTES = 1 << 20  # DeepSpeed leaves smaller weights in memory
-_PERSISTENT = 100_000  # weights of up to this many elements are never partitioned away
 
 
 @dataclass(frozen=True)
@@ -417,15 +396,29 @@ def zero_sizes(
     prefetch = 0 if placement.params == TierKind.DRIVES else min(_BUCKET, block)
     live = _given(section.max_live_parameters, 2 * max(largest, block))
     pipelines = section.pipeline_read + section.pipeline_write
-    buffers = _weight_buffers(shape, window=live, world=world, item_bytes=item_bytes)
+    largest_sub_group = 0  # of one rank: shards of weights are added until `sub_group` is reached
+    for group in decay_groups(shape.weights):
+        held = 0
+        for weight in group:
+            held += -(-weight.numel // world)
+            largest_sub_group = max(largest_sub_group, held)
+            if held >= sub_group:
+                held = 0
+    # There is a buffer for each of the most swappable weights in any window of `live` elements: DeepSpeed releases none
+    # before more are gathered, and fails if no buffer is free for the next module. The margin is for the module in use
+    # and the head, which tied embeddings fetch at both ends.
+    sizes = [weight.numel for weight in shape.weights if weight.numel * item_bytes // world >= _SWAPPABLE_BYTES]
+    ends = [0, *accumulate(sizes)]
+    counts = (bisect_right(ends, begin + live) - 1 - first for first, begin in enumerate(ends[:-1]))
+    buffers = max((max(1, count) for count in counts), default=0) + 4
     return ZeroSizes(
         sub_group=sub_group,
-        largest_sub_group=_largest_sub_group(shape, sub_group, world=world),
+        largest_sub_group=largest_sub_group,
         optimizer_buffers=_given(section.optimizer_buffer_count, 4 * (1 + pipelines)),  # 4 of a sub-group for each
         reduce_bucket=_given(section.reduce_bucket_size, min(_BUCKET, max(shape.trainable, 1))),
         prefetch_bucket=_given(section.prefetch_bucket_size, prefetch),
         max_live=live,
-        persistent=_PERSISTENT,
+        persistent=100_000,
         weight_buffers=_given(section.param_buffer_count, buffers),
         weight_buffer_elements=-(-largest // world),
     )
@@ -433,31 +426,6 @@ def zero_sizes(
 
 def _given(setting: int | Literal["auto"], computed: int) -> int:
     return computed if setting == "auto" else setting
-
-
-def _largest_sub_group(shape: ModelShape, size: int, *, world: int) -> int:
-    """Return the elements of one rank's largest sub-group: shards of weights are added until `size` is reached."""
-    largest = 0
-    for group in decay_groups(shape.weights):
-        held = 0
-        for weight in group:
-            held += -(-weight.numel // world)
-            largest = max(largest, held)
-            if held >= size:
-                held = 0
-    return largest
-
-
-def _weight_buffers(shape: ModelShape, *, window: int, world: int, item_bytes: int) -> int:
-    """Return the number of weight buffers: the most swappable weights in any window of `window` elements, and a margin.
-
-    DeepSpeed releases weights only when more than `max_live` elements are gathered, and fails if no buffer is free for
-    the next module. The margin is for the module in use and the head, which tied embeddings fetch at both ends.
-    """
-    sizes = [weight.numel for weight in shape.weights if weight.numel * item_bytes // world >= _SWAPPABLE_BYTES]
-    ends = [0, *accumulate(sizes)]
-    counts = (bisect_right(ends, begin + window) - 1 - first for first, begin in enumerate(ends[:-1]))
-    return max((max(1, count) for count in counts), default=0) + 4
 
 
 def gathered(shape: ModelShape, sizes: ZeroSizes) -> dict[str, int]:

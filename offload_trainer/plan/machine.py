@@ -166,9 +166,8 @@ class MachineProfile:
 
 def _merged(one: Any, other: Any) -> Any:
     """Return `other` on top of `one`: mappings are merged at every depth, all else is replaced."""
-    if not (isinstance(one, dict) and isinstance(other, dict)):
-        return other
-    return one | {key: _merged(one.get(key), value) for key, value in other.items()}
+    both = isinstance(one, dict) and isinstance(other, dict)
+    return one | {key: _merged(one.get(key), value) for key, value in other.items()} if both else other
 
 
 def read_machine(name: str) -> MachineProfile:
@@ -214,7 +213,6 @@ def describe_links(links: Links) -> list[str]:
 
 
 def _line_of(name: str, rate: Rate | None, scale: float, unit: str) -> Iterator[str]:
-    """Yield the line of a rate, with its source if it was not measured; none if it is unknown."""
     if rate is not None:
         source = "" if rate.origin == "measured" else f"{rate.origin}: {rate.source}"
         yield f"  {name:<37}{rate.value / scale:>9.4g} {unit:<16}{source}".rstrip()
@@ -227,7 +225,6 @@ def _line_of(name: str, rate: Rate | None, scale: float, unit: str) -> Iterator[
 BF16_FROM = (8, 0)  # Ampere; older GPUs emulate bf16
 _CU126_UP_TO = (7, 5)  # since torch 2.11 only CUDA 12.6 wheels support Volta and older (pytorch #172352, #175253)
 _CU126 = "pip install --force-reinstall 'torch<2.15' --index-url https://download.pytorch.org/whl/cu126"
-_NEWER = "install a newer torch: https://pytorch.org/get-started/locally"
 
 
 def card_mistakes(machine: MachineProfile, *, dtype: str) -> Iterator[tuple[str, str]]:
@@ -237,7 +234,7 @@ def card_mistakes(machine: MachineProfile, *, dtype: str) -> Iterator[tuple[str,
         return
     name = f"{machine.gpu} (sm_{capability[0]}{capability[1]})"
     if built and not any(runs(code, capability) for code in built):
-        fix = _CU126 if capability < _CU126_UP_TO else _NEWER
+        fix = _CU126 if capability < _CU126_UP_TO else "install a newer torch: https://pytorch.org/get-started/locally"
         yield f"the installed torch has no kernels for {name}; it has {', '.join(built)}", fix
     if dtype == "bf16" and capability < BF16_FROM:
         yield f"{name} has no bf16 units, which need sm_80 or newer", "use --dtype fp16"

@@ -110,7 +110,6 @@ def checkpoint_bytes(work: Workload) -> int:
 
 # -- the block inputs that activation checkpointing keeps; `offloading/model.py` allocates by these numbers
 
-_GENERATORS = 5056 + 16  # bytes of the states of a CPU's and a GPU's generator
 INPUTS_UNDER_WAY = 2  # inputs on the device that are being copied out or back
 
 
@@ -129,7 +128,7 @@ def inputs_of(work: Workload) -> BlockInputs:
 
 def slots_of(work: Workload) -> BlockInputs:
     """Return the slots through which a pipeline's ranks pass inputs of blocks, and the states of torch's generators."""
-    return BlockInputs(work.accumulate, inputs_of(work).size + aligned(_GENERATORS))
+    return BlockInputs(work.accumulate, inputs_of(work).size + aligned(5056 + 16))  # of a CPU's generator and a GPU's
 
 
 def input_items(work: Workload, machine: MachineProfile) -> Iterator[Item]:

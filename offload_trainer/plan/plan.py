@@ -18,7 +18,6 @@ from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, Placement
 from offload_trainer.plan.workload import Workload
 
 _LINES, _REJECTED = 25, 2  # lines of the screen, and placements that it rejects by name
-_MOST = 3  # items of a tier that the screen names
 
 
 # Filesystems of which a plan uses several directories: of each of these, all of the run's directories there, and the
@@ -141,7 +140,6 @@ class Plan:
         return "\n".join([*lines, *last, "  more: all items and rejections: `offload-train plan ... --explain`"])
 
     def _describe_tiers(self, *, full: bool) -> list[str]:
-        """Return a line for each tier, with its largest items or with `full` a line for each; then what cannot fit."""
         tiers = [tier for tier, room in self.tiers.items() if tier != GPU_NAME or any(room.values())]
         if not full:  # those that do not fit first
             tiers.sort(key=lambda tier: self.tiers[tier]["need"] <= self.tiers[tier]["have"])
@@ -162,15 +160,12 @@ class Plan:
             if full:
                 lines += [f"    {item.name:<26}{format_bytes(item.bytes):>10}   {item.why}" for item in items]
             elif items:
-                largest = sorted(items, key=lambda item: -item.bytes)[:_MOST]
+                largest = sorted(items, key=lambda item: -item.bytes)[:3]
                 lines[-1] += f": {'; '.join(f'{item.name} {format_bytes(item.bytes)}' for item in largest)}"
         return [*lines, *([f"  {self.too_large}"] if self.too_large else [])]
 
     def _describe_seconds(self, steps: int | None) -> list[str]:
-        """Return the seconds of a step, of its phases and of the run, what limits each phase, and what would change.
-
-        Without a forecast these are the rates that are missing, and the command that measures them.
-        """
+        """Return the lines about seconds; without a forecast, the missing rates and the command that measures them."""
         found, step, of_step = self.forecast, self.forecast.step, self.work.tokens
         if step is None:
             untimed = dict.fromkeys(bound.what for bound in found.bounds if bound.seconds is None)

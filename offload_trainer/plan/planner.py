@@ -88,7 +88,14 @@ def _plan_of_way(
     if config.model.activation_checkpointing == "auto" and isinstance(engine, Tiered) and not asks_for_all:
         chosen = _best_checkpointing(engine, work, machine, default=chosen)
     if isinstance(engine, Tiered) and not chosen.fits:
-        chosen = replace(chosen, too_large=_too_large(work, machine))
+        largest = max(layouts_of(work).units, key=lambda unit: unit.elements)
+        size, gpu = work.item_bytes * largest.elements, machine.gpu is not None
+        room = machine.gpu_bytes - CUDA_CONTEXT - gpu_reserve(machine) if gpu else machine.ram_bytes
+        if size > room:
+            name = f"the block {largest.name}" if largest.block else largest.name
+            has = f"{'a GPU' if gpu else 'RAM'} has room for {format_bytes(room)}"
+            told = f"{name} alone has {format_bytes(size)} of weights, {has}, and it is fetched as a whole"
+            chosen = replace(chosen, too_large=told)
     return replace(chosen, faster=tuple(_faster_formats(engine, chosen, work, machine)))
 
 
@@ -103,9 +110,6 @@ def resolved(config: TrainConfig, plan: Plan) -> TrainConfig:
     if plan.work.dtype != config.model.dtype:
         found["dtype"] = plan.work.dtype
     return config.with_keys("model", **found)
-
-
-# -- data-parallel ranks or a pipeline ---------------------------------------------------------------------------------
 
 
 def divisions(config: TrainConfig, *, world: int) -> list[TrainConfig]:
@@ -272,18 +276,6 @@ def _faster_formats(engine: Engine, plan: Plan, work: Workload, machine: Machine
             step = shorter
 
 
-def _too_large(work: Workload, machine: MachineProfile) -> str:
-    """Return a sentence that names the largest unit if it alone exceeds the device's memory, else ""."""
-    largest = max(layouts_of(work).units, key=lambda unit: unit.elements)
-    size, gpu = work.item_bytes * largest.elements, machine.gpu is not None
-    room = machine.gpu_bytes - CUDA_CONTEXT - gpu_reserve(machine) if gpu else machine.ram_bytes
-    if size <= room:
-        return ""
-    name = f"the block {largest.name}" if largest.block else largest.name
-    has = f"{'a GPU' if gpu else 'RAM'} has room for {format_bytes(room)}"
-    return f"{name} alone has {format_bytes(size)} of weights, {has}, and it is fetched as a whole"
-
-
 # -- a step of the configuration, and the plan of one candidate -------------------------------------------------------
 
 
@@ -373,7 +365,6 @@ def room_of(items: Sequence[Item], work: Workload, machine: MachineProfile) -> t
 
 
 def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) -> Iterator[str]:
-    """Yield sentences about the model and its optimizer, what a run does to drives, and settings without effect."""
     if work.shape.images:
         yield image_note(work)
     if note := work.state.rule.note:
@@ -397,9 +388,6 @@ def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) 
         yield "model.offload_activations has no effect without a GPU: block inputs are in host memory anyway"
     if machine.gpu is None:
         yield "no GPU here: the model runs on the CPU, in RAM"
-
-
-# -- bytes only: does anything fit? ------------------------------------------------------------------------------------
 
 
 def any_placement_fits(
@@ -444,9 +432,8 @@ def checkpointed_blocks(section: ModelSection, shape: ModelShape, *, all_if_auto
 
 def with_dtype_of_card(section: ModelSection, machine: MachineProfile) -> ModelSection:
     """Return the section with fp16 as dtype if none was set and the GPU has no bf16 units."""
-    if "dtype" in section.model_fields_set or has_bf16(machine):
-        return section
-    return section.model_copy(update={"dtype": "fp16"})
+    is_set = "dtype" in section.model_fields_set
+    return section if is_set or has_bf16(machine) else section.model_copy(update={"dtype": "fp16"})
 
 
 # -- settings that contradict each other or the engine: one sentence each, with what to change ------------------------

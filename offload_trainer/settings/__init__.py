@@ -138,13 +138,6 @@ class _Draft:
             value = [text if str in get_args(annotation) else value]
         self.values.setdefault(section, {})[name] = value
 
-    def append(self, key: str, texts: list[str]) -> None:
-        """Append to a list. The first flag for a key replaces the list from the file."""
-        section, _, name = key.partition(".")
-        values = self.values.setdefault(section, {})
-        values[name] = [*(values[name] if key in self.repeated else ()), *texts]
-        self.repeated.add(key)
-
 
 def _matching(given: Any) -> list[Any]:
     """Return the files that match a pattern such as `books/*.txt`; anything else, or one without matches, unchanged."""
@@ -161,7 +154,6 @@ def all_keys() -> dict[str, FieldInfo]:
 
 
 def _parts(annotation: Any) -> Iterator[Any]:
-    """Yield the types and the literal values of which a type is made."""
     if get_origin(annotation) is Literal or not get_args(annotation):
         yield from get_args(annotation) or [annotation]
     else:
@@ -229,7 +221,6 @@ def _other_name(word: str, text: str | None, *, as_flag: bool) -> str:
 
 
 def _name(key: str, *, as_flag: bool) -> str:
-    """Return a key's flag if `as_flag` and it has one, else the key."""
     return next((name for name, flag in FLAGS.items() if as_flag and flag.key == key), key)
 
 
@@ -349,7 +340,10 @@ def _apply_words(words: list[str], draft: _Draft) -> None:
             if flag.repeat:
                 more = [] if equals else _more_values(queue)
                 del queue[: len(more)]
-                draft.append(flag.key, [value, *more])
+                section, _, key = flag.key.partition(".")
+                values = draft.values.setdefault(section, {})
+                values[key] = [*(values[key] if flag.key in draft.repeated else ()), value, *more]
+                draft.repeated.add(flag.key)
             else:
                 draft.put(flag.key, value, spelled=name)
     train = draft.values.get("train", {})

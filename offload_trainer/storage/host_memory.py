@@ -41,7 +41,6 @@ def return_now() -> None:
 
 
 def _glibc(function: str, *arguments: int) -> None:
-    """Call a function of glibc; do nothing if the C library is another one."""
     with suppress(AttributeError):
         getattr(ctypes.CDLL(None), function)(*arguments)
 

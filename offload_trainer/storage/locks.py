@@ -17,8 +17,6 @@ from pathlib import Path
 from offload_trainer.common.errors import TrainerError
 from offload_trainer.common.safe_files import open_regular
 
-_MISSING = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
-_PATIENCE = 60.0  # seconds to wait for a lock that other processes hold briefly
 _AGAIN, _SILENT = 0.05, 20  # seconds between attempts, and attempts before a message
 
 
@@ -42,7 +40,7 @@ def try_lock(descriptor: int, *, shared: bool = False) -> None:
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in _MISSING:
+        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise NoLocks(f"locks do not work there: {error.strerror}") from error
         raise
 
@@ -57,7 +55,7 @@ def shared_lock(path: Path) -> Iterator[None]:
 
 @contextmanager
 def exclusive_lock(
-    path: Path, *, say: Callable[[str], None], patience: float = _PATIENCE
+    path: Path, *, say: Callable[[str], None], patience: float = 60.0
 ) -> Iterator[tuple[int, NoLocks | None]]:
     """Hold an exclusive lock on the file `path`, created if missing.
 

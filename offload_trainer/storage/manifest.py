@@ -53,7 +53,6 @@ def checked_manifest(checkpoint: Path, *, fix: str, moments: bool = True, conten
 
 
 def _difference(checkpoint: Path, name: str, expected: StoredFile) -> str | None:
-    """Return how a file differs from the manifest, or None if it matches."""
     path = checkpoint / name
     try:
         if not path.resolve().is_relative_to(checkpoint.resolve()):

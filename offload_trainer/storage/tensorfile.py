@@ -40,7 +40,6 @@ SAFETENSORS_DTYPES = {
 }
 _NAMES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 _COMPARED = 1 << 24  # elements compared at a time
-_PASSING = 64 << 20  # bytes after which written data is synced and dropped from the page cache
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ class PlacedWriter:
         try:
             write_all(self._file.fileno(), data, offset)
             self._written += len(data)
-            if self._written - self._passed >= _PASSING:  # in the page cache it would evict data that is needed again
+            if self._written - self._passed >= 64 << 20:  # in the page cache it would evict data that is needed again
                 os.fdatasync(self._file.fileno())
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 self._passed = self._written
@@ -241,8 +240,7 @@ class TensorFileReader:
         self._file.close()
 
 
-_POLYNOMIAL = 0xEDB88320  # bit 31 is x^0, bit 0 is x^31, as in the CRC itself
-_ONE = 1 << 31
+_ONE = 1 << 31  # bit 31 is x^0, bit 0 is x^31, as in the CRC itself
 
 
 def combined(first: int, second: int, length: int) -> int:
@@ -263,7 +261,7 @@ def _product(one: int, other: int) -> int:
         if one & bit:
             result ^= other
         bit >>= 1
-        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
+        other = other >> 1 ^ (0xEDB88320 if other & 1 else 0)
     return result
 
 

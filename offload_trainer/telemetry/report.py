@@ -21,11 +21,6 @@ from offload_trainer.telemetry.metrics import EvalRecord, StepRecord, median_pha
 Point = tuple[float, float]
 Rows = Sequence[Sequence[str]]
 
-# fields of StepRecord, by tier of its memory
-_PEAKS = {"ram": "host_rss_bytes", "gpu": "device_peak_bytes", "drives": ""}
-_LOGS = 10**6  # bytes a step; a run that writes less writes logs only, no page files
-_HEAD = 4096  # bytes in which a page's generator tag is searched
-_MOST_POINTS = 800  # about one per pixel
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _MARGIN = 640, 280, 92, 34, 14
 RELOAD = '<meta http-equiv="refresh" content="10">'  # in the page of a run that goes on
 
@@ -90,7 +85,7 @@ def comparison_page(losses: Sequence[Series], table: Rows) -> str:
 def refuse_foreign(path: Path) -> None:
     """Raise UserError if `path` exists and is not a page written by this program."""
     try:
-        if b'<meta name="generator" content="offload-trainer">' in file_bytes(path)[:_HEAD]:
+        if b'<meta name="generator" content="offload-trainer">' in file_bytes(path)[:4096]:
             return
     except FileNotFoundError:
         return
@@ -100,7 +95,6 @@ def refuse_foreign(path: Path) -> None:
 
 
 def _page(title: str, facts: Mapping[str, str], sections: Mapping[str, str], *, live: bool = False) -> str:
-    """Return the page from the template. Sections without content are left out."""
     entries = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items())
     head = f"<dl>{entries}</dl>" if entries else ""
     if live:
@@ -130,7 +124,7 @@ def results(rows: Sequence[StepRecord], evaluations: Sequence[EvalRecord]) -> di
         "host memory, peak": max(row.host_rss_bytes for row in rows),
         "GPU memory, peak": max(row.device_peak_bytes for row in rows) or None,
         "on drives": max(row.memory.get("drives", 0) for row in rows) or None,
-        "written to drives, a step": written if written >= _LOGS else None,
+        "written to drives, a step": written if written >= 10**6 else None,  # less is logs only, no page files
     }
 
 
@@ -154,9 +148,8 @@ def in_words(label: str, value: Any) -> str:
 
 
 def _memory(rows: Sequence[StepRecord]) -> str:
-    """Return a chart per tier in use: bytes at the end of each step, and the peak so far where it is recorded."""
     charts = []
-    for tier, peak in _PEAKS.items():
+    for tier, peak in (("ram", "host_rss_bytes"), ("gpu", "device_peak_bytes"), ("drives", "")):
         name = tier if tier == "drives" else tier.upper()
         if ends := [(float(row.step), float(row.memory[tier])) for row in rows if row.memory.get(tier)]:
             series = [Series(f"{name} now", ends)]
@@ -193,7 +186,7 @@ def lines(
     """Return a chart of the series over steps on one scale, with their names below it; "" if none has a point."""
     if not (series := [one for one in series if one.points]):
         return ""
-    series = [one._replace(points=one.points[:: 1 + len(one.points) // _MOST_POINTS]) for one in series]
+    series = [one._replace(points=one.points[:: 1 + len(one.points) // 800]) for one in series]  # about one a pixel
     xs, ys = zip(*(point for one in series for point in one.points), strict=True)
     (x_low, x_high), (y_low, y_high) = (min(xs), max(xs)), (0.0 if from_zero else min(ys), max(ys))
     air = 0.05 * (y_high - y_low) or 0.5  # gives a flat curve a scale too

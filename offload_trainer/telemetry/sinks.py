@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from offload_trainer.common.errors import TrainerError, UserError, reason
@@ -27,12 +26,6 @@ from offload_trainer.common.safe_files import Steps, lenient_record, one_line, o
 from offload_trainer.common.units import format_bytes, format_count, format_seconds
 from offload_trainer.storage.atomic_io import open_to_append, write_bytes, write_text
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
-
-_REPORT_EVERY = 10.0  # least seconds between two writes of report.html
-_REPORT_SHARE = 0.01  # longest share of the time that writing it may take
-_LEAST_MOVED = 1e6  # bytes per second; drive traffic below this is only logs
-_WINDOW = 20  # steps averaged for speeds and shares: an overlapped update makes one step long and the next short
-_LONGEST = 60.0  # seconds after which a step is printed even if it is not at a twentieth of the run
 
 
 @lenient_record
@@ -83,10 +76,10 @@ class Telemetry:
         done: int,
         screen: Screen,
         trackers: Sequence[str] = (),
-        config: Mapping[str, Any] = MappingProxyType({}),
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         """Open the files and start `trackers`, which get the configuration as section.key: value."""
-        self._screen, self._trackers = screen, Trackers(trackers, directory, config, done=done, say=screen.say)
+        self._screen, self._trackers = screen, Trackers(trackers, directory, config or {}, done=done, say=screen.say)
         self.page: Callable[[float | None], str] | None = None  # set by the run, which knows the plan
         self._report, self._page_due, self._page_failed = directory / "report.html", -math.inf, False
         self._metrics = JsonLines(directory / "metrics.jsonl", done=done)
@@ -100,7 +93,7 @@ class Telemetry:
         if start >= self._page_due:
             self._write_page(self._screen.seconds_left(record.step))
             end = time.monotonic()
-            self._page_due = end + max(_REPORT_EVERY, (end - start) / _REPORT_SHARE)
+            self._page_due = end + max(10.0, (end - start) / 0.01)
         self._trackers.put("train", record)
 
     def evaluation(self, record: EvalRecord) -> None:
@@ -143,7 +136,7 @@ class Screen:
         self, total: int, *, initial: int, say: Callable[[str], None], bounds: Mapping[str, str], drives: bool
     ) -> None:
         self._total, self._initial, self.say, self._bounds, self._drives = total, initial, say, bounds, drives
-        self._recent = deque[StepRecord](maxlen=_WINDOW)
+        self._recent = deque[StepRecord](maxlen=20)  # an overlapped update makes one step long and the next short
         self._started = self._said = 0.0  # set at the first step, since a run's start-up is not part of its pace
 
     def step(self, record: StepRecord) -> None:
@@ -152,7 +145,7 @@ class Screen:
             self._started = self._said = now - record.seconds
         self._recent.append(record)
         at_twentieth = record.step % max(1, self._total // 20) == 0
-        if at_twentieth or record.step == self._total or now - self._said >= _LONGEST:
+        if at_twentieth or record.step == self._total or now - self._said >= 60.0:
             self._said = now
             self.say(f"step {record.step}/{self._total}  {self._numbers(record)}")
 
@@ -162,7 +155,6 @@ class Screen:
         return elapsed / (step - self._initial) * (self._total - step)
 
     def _numbers(self, record: StepRecord) -> str:
-        """Format a step's numbers, the most important first."""
         seconds = sum(row.seconds for row in self._recent)
         speed = sum(row.tokens_per_second * row.seconds for row in self._recent) / seconds
         moved = sum((row.nvme_read_bytes or 0) + (row.nvme_written_bytes or 0) for row in self._recent) / seconds
@@ -176,7 +168,7 @@ class Screen:
             f"{format_count(speed)} tokens/s",
             f"{format_seconds(self.seconds_left(record.step))} left",
             f"{phase} {took[phase] / seconds:.0%}{bound}" if took.get(phase) else "",
-            f"drive {format_bytes(moved)}/s" if self._drives and moved >= _LEAST_MOVED else "",
+            f"drive {format_bytes(moved)}/s" if self._drives and moved >= 1e6 else "",  # less is only logs
             "norm -" if record.grad_norm is None else f"norm {record.grad_norm:.3g}",
             f"rate {record.lr:.3g}",
             "skipped" if record.skipped else "",

@@ -20,14 +20,7 @@ from offload_trainer.plan import step_time
 from offload_trainer.plan.communication import bounds_of, exchange_of
 from offload_trainer.plan.machine import MachineProfile, sums_key, update_key
 from offload_trainer.plan.memory import LONG, gpu_reserve, heap_holes
-from offload_trainer.plan.tiered.footprint import (
-    added_bytes,
-    gathered_weights,
-    shadow_bytes,
-    tiered_items,
-    tiered_traffic,
-    traffic_beside_matrices,
-)
+from offload_trainer.plan.tiered import footprint
 from offload_trainer.plan.tiered.layout import FORMATS, TierMap, Unit
 from offload_trainer.plan.tiered.spec import Layouts, TierSizes, layouts_of
 from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
@@ -36,12 +29,10 @@ from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, Placement, Tier
 from offload_trainer.plan.workload import Workload
 
 WORTH = 0.05  # share of a step that an alternative update schedule must save, since forecasts are inexact
-_FORWARD_WORTH = 0.02  # the same for overlap with the next forward, which needs no memory and changes no bits
 
 FULL = "tiered.overlap=backward"  # the update schedule that needs two copies of the state
 
 _LARGE = 64 * 10**9  # bytes of RAM
-_GRADIENT = 4  # upper limit of bytes per element; gradients stay on the GPU if the state is there
 
 
 def left_free(ram: int) -> int:
@@ -188,11 +179,7 @@ class Tiered:
         return [work, breadth_first] if machine.rates.matmul and all(copies) else [breadth_first, work]
 
     def _with_device_sums(self, one: TieredCandidate) -> TieredCandidate:
-        """Return the candidate with its shares, and gradients of all units or of the blocks added on the GPU.
-
-        They are added there if that fits and is no slower. Without a forecast, the way that writes least to drives is
-        taken.
-        """
+        """Return the candidate with its shares, and with gradients added on the GPU if that fits and is no slower."""
         work, machine, counts = one.work, one.machine, [0]
         is_added = one.sizes.gradients != TierKind.GPU and work.world == work.pipeline and work.accumulate > 1
         if is_added and work.breadth_first and machine.gpu is not None:
@@ -245,8 +232,8 @@ class Tiered:
                 if over <= 0:
                     sizes = shared
                     break
-                # This reduction never overshoots: each element of state needs its own bytes and at most one gradient's.
-                share = max(0.0, int(1000 * (share - over / (trained * (each + _GRADIENT)))) / 1000)
+                # This reduction never overshoots: an element of state needs its own bytes and at most 4 of gradient.
+                share = max(0.0, int(1000 * (share - over / (trained * (each + 4)))) / 1000)
         if is_open and ram_is_open and place.nvme and needs(sizes) > ram:
             # State on a drive also needs page buffers in RAM, so the bytes are those of a plan without any in RAM.
             share = max(0, room - needs(replace(sizes, ram_fraction=0.0))) / (each * trained)
@@ -353,12 +340,13 @@ class TieredCandidate:
     @cached_property
     def items(self) -> list[Item]:
         """Return the bytes at the peak by tier, without checkpoints."""
-        return [*tiered_items(self.work, self._laid_out, self.sizes, self.machine)]
+        return [*footprint.tiered_items(self.work, self._laid_out, self.sizes, self.machine)]
 
     def costs(self) -> step_time.Costs:
         """Return the time beside the model's computation: bytes moved, the update, ranks, and adding gradients."""
         work, machine, homes, sizes, gpu = self.work, self.machine, self._laid_out, self.sizes, self.machine.gpu
-        traffic, by_parts = tiered_traffic(work, homes, sizes, machine), gathered_weights(work, homes, sizes)
+        traffic = footprint.tiered_traffic(work, homes, sizes, machine)
+        by_parts = footprint.gathered_weights(work, homes, sizes)
         exchange = exchange_of(work, homes, by_parts=by_parts)
         waits, hidden = bounds_of(exchange, work, machine)
         bounds = [*self._updates(), *hidden]
@@ -374,7 +362,7 @@ class TieredCandidate:
             bounds += step_time.in_turn(work, machine, traffic)
         adding, memory, rates = 0.0, machine.rates.memory, machine.rates.sums
         alone = work.world == work.pipeline  # other ranks exchange gradients instead
-        for measured, size in added_bytes(work, homes, sizes, gpu=gpu is not None).items() if alone else ():
+        for measured, size in footprint.added_bytes(work, homes, sizes, gpu=gpu is not None).items() if alone else ():
             keys = [sums_key(name, measured=measured) for name in step_time.kernels_of(work)]
             rate = next((rates[key] for key in keys if key in rates), memory)
             adding += size / rate.value if rate is not None else 0.0  # of adding gradients and measuring their sums
@@ -405,7 +393,7 @@ class TieredCandidate:
             products = step_time.seconds_of_matrices(work.shape, machine)
             cores = machine.cores / work.here if machine.gpu is None and self.sizes.overlap else 1
             products = None if products is None else products * cores / work.world
-            beside = traffic_beside_matrices(work, self._laid_out, machine)
+            beside = footprint.traffic_beside_matrices(work, self._laid_out, machine)
             others = step_time.transfer_seconds(beside, machine, phase="update")
         if inside:
             whole = 2 * StateFormat(ADAMW, FP32).bytes_each + 4
@@ -435,7 +423,7 @@ class TieredCandidate:
         pages = sum(group.count for group in self._laid_out.cut.groups if on_drive(group.page.home))
         hidden = overlap.hidden(read=overlap.read_before_update(pages, buffers=sizes.page_buffers) if early else 0.0)
         if found.step is not None:
-            gains = hidden >= _FORWARD_WORTH * found.step
+            gains = hidden >= 0.02 * found.step  # below `WORTH`, since this needs no memory and changes no bits
         else:
             # Overlap changes no result and needs no memory, and without it drives are idle during the forward. If the
             # CPU computes the model, there must be more cores than ranks: each rank's update needs a core too.
@@ -450,7 +438,7 @@ class TieredCandidate:
         homes, sizes = self._laid_out, self.sizes
         # The update writes the old bytes of pages with shadow memory once more. If the memory's rate was not measured,
         # it is that of the update, which is bound by memory.
-        size, memory = shadow_bytes(homes, self.work.state), self.machine.rates.memory
+        size, memory = footprint.shadow_bytes(homes, self.work.state), self.machine.rates.memory
         each = 2 * self.work.state.mean_bytes(self.work.shape) + 4  # the gradient and the weight have 16 bits
         moved = memory.value if memory is not None else (step_time.update_rate(self.work, self.machine) or 0.0) * each
         copying = size / moved if moved else 0.0

@@ -16,7 +16,7 @@ from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import activation_items, heap_holes, input_items, inputs_of, process_items, slots_of
 from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic
 from offload_trainer.plan.tiered import spec, weight_streaming
-from offload_trainer.plan.tiered.layout import DEVICE, PageGroup, TierMap, Unit, largest_range, range_of_rank
+from offload_trainer.plan.tiered.layout import DEVICE, PIECE, PageGroup, TierMap, Unit, largest_range, range_of_rank
 from offload_trainer.plan.tiered.state_formats import StateFormat
 from offload_trainer.plan.tiers import RAM, RAM_NAME, WHERE, Item, on_drive, tier_names
 from offload_trainer.plan.workload import Workload
@@ -145,8 +145,10 @@ def _weight_items(work: Workload, homes: TierMap, sizes: spec.TierSizes, machine
         ]
         size = len(blocks) * packed[0] + len(others) * packed[1]
         yield device("quantised weights in use", here * size, "as they are fetched")
-        weights = [weight for unit in units if unit.quantised for weight in unit.stored_weights(e) if weight.format]
-        scratch = max(weight.scratch_bytes(e, gpu=gpu) for weight in weights)
+        frozen = [weight for unit in units if unit.quantised for weight in unit.stored_weights(e)]
+        pieces = [(one.format.block, one.elements if gpu else min(PIECE, one.elements)) for one in frozen if one.format]
+        # Scales are in fp32, and a CPU also has a piece's values.
+        scratch = max(4 * piece // block + (0 if gpu else e * piece) for block, piece in pieces)
         yield device("dequantisation", here * scratch, "temporary memory, for one weight at a time")
     if sizes.by_parts and gpu:
         yield device("all-gather", here * weight_streaming.NCCL_BYTES, "NCCL's buffers for gathering weights; assumed")
@@ -205,7 +207,6 @@ _Moved = Counter[tuple[int, str, str]]  # bytes by home, phase and way: "read" o
 
 
 def _traffic(moved: _Moved, machine: MachineProfile) -> list[Traffic]:
-    """Return the bytes to and from drives and the device."""
     names = {**dict(enumerate(drive.directory for drive in machine.drives)), DEVICE: DEVICE_COPIES}
     kinds = dict.fromkeys((home, phase) for home, phase, _ in moved if home in names)
     return [Traffic(names[h], phase, moved[h, phase, "read"], moved[h, phase, "written"]) for h, phase in kinds]
@@ -256,7 +257,6 @@ def traffic_beside_matrices(work: Workload, homes: TierMap, machine: MachineProf
 
 
 def _moved_by_update(work: Workload, homes: TierMap, groups: Sequence[PageGroup]) -> _Moved:
-    """Return the bytes of state, gradients and new weights."""
     e, g, moved = work.item_bytes, work.gradient_bytes, _Moved()
     for one in groups:
         weights, gradients = homes.weights[one.page.unit], homes.gradients[one.page.unit]

@@ -389,9 +389,3 @@ class StoredWeight:
     values: int  # offset of its codes, or of its elements
     scales: int  # offset of its scales
     end: int  # offset of the next weight
-
-    def scratch_bytes(self, item_bytes: int, *, gpu: bool) -> int:
-        """Return the temporary memory that dequantising it needs: its scales in fp32, and on a CPU a piece's values."""
-        assert self.format is not None
-        piece = self.elements if gpu else min(PIECE, self.elements)
-        return 4 * piece // self.format.block + (0 if gpu else item_bytes * piece)

@@ -19,7 +19,6 @@ OUTBOXES = 2  # units whose gradients a rank offers to the others at a time
 SHARED_READS = 2  # units of weights that are being read from drives for all ranks at a time
 SAVE_BUFFERS = 2  # pages on drives that are being copied into a checkpoint at a time
 _RING_OF_GPU, _RING_OF_CPU, _LEAST_RING = 256_000_000, 32_000_000, 1_000_000  # bytes; a CPU's copies are synchronous
-_KEPT = 8  # page layouts that are cached for the other candidates of a plan
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Layouts:
 
     def __init__(self, units: tuple[Unit, ...], *, ranks: int = 1, nodes: int = 1) -> None:
         self.units, self._nodes, self._here = units, nodes, ranks // nodes
-        self._pages = lru_cache(_KEPT)(partial(pages_of, units, ranks=ranks))
+        self._pages = lru_cache(8)(partial(pages_of, units, ranks=ranks))
 
     def homes(self, placement: Placement, sizes: TierSizes, *, node: int = 0) -> TierMap:
         """Return the tiers of pages, weights and gradients on node `node`; every node has all weights.

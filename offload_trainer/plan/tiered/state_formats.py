@@ -3,7 +3,7 @@
 A page stores its fields one after the other, each padded to whole sectors. `optim/moments.py` reads and writes them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 from offload_trainer.config import RuleName
@@ -91,6 +91,7 @@ class StateFormat:
     rule: UpdateRule
     moments: FieldFormat
     masters: FieldFormat = FP32
+    _bytes_by_kind: dict[tuple[int, bool], int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.rule.name}_{self.name}"
@@ -132,10 +133,6 @@ class StateFormat:
         if kind not in self._bytes_by_kind:
             self._bytes_by_kind[kind] = sum(field.padded(page) for field in self.fields.values())
         return self._bytes_by_kind[kind]
-
-    @cached_property
-    def _bytes_by_kind(self) -> dict[tuple[int, bool], int]:
-        return {}
 
 
 def scales_of(moment: str) -> str:

@@ -14,9 +14,6 @@ from offload_trainer.plan.shape import ModelShape, Order
 from offload_trainer.plan.tiered.layout import ALIGN, Unit, units_of
 from offload_trainer.plan.tiers import DEVICE
 
-# Largest number of buffers for modules outside the blocks: one is fetched while the other (embedding, head) is used.
-OTHERS = 2
-
 
 @dataclass
 class Slot:
@@ -100,7 +97,8 @@ class Rings:
 def slot_sizes(units: Sequence[Unit], *, blocks: int, of_blocks: bool) -> list[int]:
     """Return the sizes in elements of the buffers of one kind, at most `blocks` of them."""
     sizes = sorted((unit.elements for unit in units if unit.block == of_blocks), reverse=True)
-    return sizes[:1] * min(blocks, len(sizes)) if of_blocks else sizes[: min(blocks, OTHERS)]
+    # Outside the blocks 2 suffice: one is fetched while the other (embedding, head) is used.
+    return sizes[:1] * min(blocks, len(sizes)) if of_blocks else sizes[: min(blocks, 2)]
 
 
 def packed_bytes(units: Sequence[Unit], homes: Sequence[int], *, of_blocks: bool, item_bytes: int) -> int:

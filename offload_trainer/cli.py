@@ -319,14 +319,13 @@ def _value(metavar: str, text: str, **more: Any) -> dict[str, Any]:
 
 _NODES = _read_as(Annotated[int, Field(ge=1, le=1024)], "one whole number from 1 to 1024")
 _SIZE = _read_as(Annotated[ByteSize, BeforeValidator(_size), Field(gt=0)], "a number with a unit, such as 500MB or 5GB")
-_TEMPERATURE = _read_as(Annotated[float, Field(ge=0, allow_inf_nan=False)], "a number, at least 0")
 _JSON = {"--json": _switch("print JSON")}
 _SAMPLING = {
     "--tokens": _value("N", "generate at most N tokens (default %(default)s)", type=_whole(1), default=100),
     "--temperature": _value(
         "X",
         "sampling temperature (default %(default)s); 0: always the most likely token",
-        type=_TEMPERATURE,
+        type=_read_as(Annotated[float, Field(ge=0, allow_inf_nan=False)], "a number, at least 0"),
         default=0.8,
     ),
     "--seed": _value("N", "random seed (default %(default)s)", type=_whole(0), default=0),
@@ -525,11 +524,8 @@ def help_text(command: str | None = None, *, flags: bool = True) -> str:
         for name, about in COMMANDS.items():
             commands.add_argument(name, help=about.summary)
     sections = {FLAGS[name].key.partition(".")[0] for name in FLAGS if flags}
-    groups = {
-        section: parser.add_argument_group(section, info.annotation.__doc__)
-        for section, info in TrainConfig.model_fields.items()
-        if section in sections
-    }
+    docs = {name: info.annotation.__doc__ for name, info in TrainConfig.model_fields.items() if name in sections}
+    groups = {name: parser.add_argument_group(name, doc) for name, doc in docs.items()}
     for name, flag in FLAGS.items() if flags else ():
         key = all_keys()[flag.key]
         default = ", ".join(key.default) if isinstance(key.default, tuple) else str(key.default)

@@ -157,14 +157,10 @@ def _compare_documents(tiny: PreTrainedModel) -> tuple[float, float]:
     row = torch.cat(documents, 1)
     positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
     separate = torch.cat([_logits(tiny, ids) for ids in documents], 1)
-    packed, crossed = _logits(tiny, row, position_ids=positions), _logits(tiny, row)
-    return _difference(packed, separate), _difference(crossed, separate)
+    found = _logits(tiny, row, position_ids=positions), _logits(tiny, row)
+    packed, crossed = (float((one - separate).abs().max()) / float(separate.abs().max()) for one in found)
+    return packed, crossed
 
 
 def _logits(tiny: PreTrainedModel, ids: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
     return tiny(input_ids=ids, use_cache=False, **more).logits.float()
-
-
-def _difference(one: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference, relative to the largest expected logit."""
-    return float((one - expected).abs().max()) / float(expected.abs().max())

@@ -38,7 +38,6 @@ WRITTEN = (
     *("log.txt", "metrics.jsonl", "evaluations.jsonl", "report.html", "export.json", "stream.jsonl"),
 )
 _MARK = ".lock"
-_INSTANT = 1.0  # seconds to wait for the lock
 
 
 @dataclass
@@ -97,7 +96,7 @@ def hold(stack: ExitStack, output: Path, log: Log, *, create: bool) -> int:
             return
         make_directories(output)
         try:
-            lock, unlocked = stack.enter_context(exclusive_lock(output / _MARK, say=log.say, patience=_INSTANT))
+            lock, unlocked = stack.enter_context(exclusive_lock(output / _MARK, say=log.say, patience=1.0))
         except TrainerError:
             raise UserError(f"{output}: another run is using this directory; name another --output") from None
         except OSError as error:

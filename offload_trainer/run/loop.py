@@ -28,7 +28,6 @@ from offload_trainer.telemetry.sinks import Telemetry
 _AUTO_WARMUP, _AUTO_DECAY = 0.02, 0.20  # shares of a run's steps
 _LATEST = 5  # steps, of which the longest counts
 _MARGIN, _SECONDS_TO_END = 1.1, 1.0  # factor on an estimate that must be kept; time to close everything
-_LARGEST_EXPONENT = 709  # a float holds e to the power of this
 
 
 class TimeToSave:
@@ -315,6 +314,5 @@ def _evaluate(job: Job, step: int) -> None:
     if not counted or not job.telemetry:
         return
     loss = total / counted
-    job.telemetry.evaluation(
-        EvalRecord(step=step, validation_loss=loss, perplexity=math.inf if loss > _LARGEST_EXPONENT else math.exp(loss))
-    )
+    perplexity = math.inf if loss > 709 else math.exp(loss)  # a float holds e to the power of 709
+    job.telemetry.evaluation(EvalRecord(step=step, validation_loss=loss, perplexity=perplexity))

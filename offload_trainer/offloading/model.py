@@ -536,7 +536,8 @@ class Activations:
                 "another forward came between a forward and its backward, and what the first one kept is gone: with "
                 "offload_activations each backward follows its forward"
             )
-        values, arrival = self._prefetched.pop(kept.number, None) or self._fetch(kept)
+        known = kept.number in self._prefetched
+        values, arrival = self._prefetched.pop(kept.number) if known else self._fetch(kept)
         arrival.wait()
         self._look_ahead(kept.number - 1)
         return values.view(kept.shape)

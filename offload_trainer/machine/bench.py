@@ -9,6 +9,7 @@ between GPUs with NCCL, else in host memory with gloo. A rate is the slowest ran
 
 import itertools
 import json
+import operator
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -513,7 +514,7 @@ def _computation_lost(move: Callable[[], tuple[int, float]], *, seconds: float) 
     `move` returns the bytes each way and the time. The computation is a matrix product, timed for half of `seconds`
     before and after it. A product waits for the slowest of its threads, so it loses more than transfers take of a core.
     """
-    product = partial(torch.matmul, torch.randn(_ROWS, _SIDE), torch.randn(_SIDE, _SIDE))
+    product = partial(operator.matmul, torch.randn(_ROWS, _SIDE), torch.randn(_SIDE, _SIDE))
     alone, count = _repeat(product, seconds=seconds / 2), 0
     with ThreadPoolExecutor(1) as other:
         moving = other.submit(move)

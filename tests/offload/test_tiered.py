@@ -26,7 +26,7 @@ from engine_bench import (
     skip_last_block,
     train,
 )
-from placements import ALL_ON_DRIVES, HOMES, IN_LINE, OFF, ON, Build, gpt2, plant
+from placements import ALL_ON_DRIVES, HOMES, IN_LINE, OFF, ON, Build, gpt2, moved_in_step, plant
 from safetensors.torch import load_file
 from seen_calls import calls_of
 
@@ -217,7 +217,7 @@ def test_bytes_are_the_planned_ones_and_no_more(build: Build) -> None:
             wanted = each * (trained - layout.aligned(int(trained * share)))
             if gradients == "nvme":
                 wanted += ours.offloaded.gradients.dtype.itemsize * trained
-            assert engine_bench.moved_in_step(ours, batches(1)) == (wanted, wanted)
+            assert moved_in_step(ours, batches(1)) == (wanted, wanted)
 
 
 @pytest.mark.parametrize("words", [["tiered.state_copies=2"], ["optim.moment_dtype=8bit"]])

@@ -21,8 +21,15 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, dot_natural_key, rename_source_key
 
 from offload_trainer.common.errors import UserError
-from offload_trainer.common.safe_files import FileName, is_there, lenient_record, one_line, read_back, refuse_pipes
-from offload_trainer.common.units import shown
+from offload_trainer.common.safe_files import (
+    FileName,
+    is_there,
+    lenient_record,
+    one_line,
+    read_back,
+    refuse_pipes,
+    shown,
+)
 from offload_trainer.model.init_weights import NamedTensor, first_names, meta_model, tied_names
 from offload_trainer.storage.tensorfile import TensorFileReader, describe_invalid_values
 

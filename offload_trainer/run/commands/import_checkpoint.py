@@ -25,8 +25,16 @@ from pydantic import Field
 from torch import nn
 
 from offload_trainer.common.errors import TrainerError, UserError, reason
-from offload_trainer.common.safe_files import Steps, as_kind, is_there, lenient_record, open_file, open_given, read_back
-from offload_trainer.common.units import shown
+from offload_trainer.common.safe_files import (
+    Steps,
+    as_kind,
+    is_there,
+    lenient_record,
+    open_file,
+    open_given,
+    read_back,
+    shown,
+)
 from offload_trainer.config import TrainConfig
 from offload_trainer.data.run_data import UNKNOWN_IDENTITY
 from offload_trainer.data.tokenizer import load_tokenizer, save_tokenizer

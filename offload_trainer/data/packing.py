@@ -35,6 +35,7 @@ PIECE = 1 << 16  # characters
 BATCH_CHARACTERS = 1 << 20
 _AROUND = 256  # characters on each side of a cut that are tokenised to test it
 _TRIED = 4  # candidate places of each kind
+_OPEN = 64  # rows being filled at the same time
 _PLAIN_TEMPLATE = Path(__file__).parent / "builtin" / "chat_template.jinja"
 
 
@@ -265,11 +266,12 @@ class RowEncoder:
         else:
             self.open_rows.append(ids)
         fullest = max(range(len(self.open_rows)), key=lambda n: len(self.open_rows[n]))
-        if len(self.open_rows) <= 64 and len(self.open_rows[fullest]) < self.row_length:
+        if len(self.open_rows) <= _OPEN and len(self.open_rows[fullest]) < self.row_length:
             return None
         return self._padded(self.open_rows.pop(fullest))
 
     def _padded(self, ids: np.ndarray) -> np.ndarray:
+        """Return a complete row, in which the padding is marked as a separate segment."""
         self._complete += 1
         padding = np.full(self.row_length - len(ids), self._pad, dtype=np.uint32)
         padding[:1] |= np.uint32(BEGINS)

@@ -112,7 +112,7 @@ def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> To
         for ids in map(spec.known, encoder.encode(records)):
             yield ids
             tokens, now = tokens + len(ids), time.monotonic()
-            if now - reported >= 5.0:
+            if now - reported >= 5.0:  # seconds
                 reported = now
                 say(f"{format_count(tokens)} tokens, {format_count(tokens / (now - begin))} a second")
         say(f"{format_count(tokens)} tokens in {format_seconds(time.monotonic() - begin)}")

@@ -241,6 +241,7 @@ def write_tokens(
 
 
 def _commit(path: Path, ids: Path, content: bytes) -> None:
+    """Move the file `ids` to `path`, and then put a sidecar with this content next to it."""
     sidecar = sidecar_path(path)
     # A sidecar with other content must never exist next to the new ids, even for a moment. An equal one may:
     # another process is preparing the same text, and its finished pair must not be lost.

@@ -345,7 +345,7 @@ def _layer_rates(dtype: str, layer: LayerSizes, *, gpu: bool, seconds: float) ->
     """Return FLOP/s of attention, values/s of element-wise work and logits/s of the loss, by `layer_key`."""
     tokens, width, device = layer.tokens, layer.width, torch.device("cuda" if gpu else "cpu")
     # A GPU that computes one row only waits for the next kernel to be called.
-    rows, lost = (max(1, layer.matrix[0] // tokens), 1024) if gpu else (1, 256)
+    rows, lost = (max(1, layer.matrix[0] // tokens), 1024) if gpu else (1, 256)  # `lost`: tokens of the loss
     of_layer = f"{rows} x {tokens} tokens of a layer, width {width}"
     of_loss = f"{lost} tokens, {_VOCABULARY} logits each"
 
@@ -390,7 +390,7 @@ def _rates_of_few_tokens(dtype: str, layer: LayerSizes, *, known: Rates, seconds
     has to be called, and attention is slower on short rows. A backward uses each weight twice: for the gradient of its
     input, and for its own. `tables` are elements/s of the gradient of an embedding, which goes to new memory.
     """
-    rows, width = min(layer.matrix[0], 128), layer.width
+    rows, width = min(layer.matrix[0], 128), layer.width  # 128 tokens: a short micro-batch
     weights, count = 12 * width * width, max(2, min(_MOST_BLOCKS, _COLD // (12 * width * width)))
     taken = _timed(_blocks(rows, width, count, DTYPES[dtype]), seconds=seconds)
     rates = {}

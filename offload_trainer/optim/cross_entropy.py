@@ -54,9 +54,10 @@ def _gradient(rows: torch.Tensor, column: torch.Tensor, of_row: torch.Tensor) ->
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, pieces: int = LOSS_PIECES) -> torch.Tensor:
-    """Return the summed cross-entropy of `targets` (int64, -100: does not count) and logits in 16 or 32 bits, in fp32.
+    """Return the summed cross-entropy as an fp32 scalar.
 
-    It equals ``functional.cross_entropy(logits.float(), targets, reduction="sum")``, and so do its gradients; on a CPU
+    `logits` are [tokens, vocabulary] in fp16, bf16 or fp32, and `targets` int64 [tokens], -100 where none counts. It
+    equals ``functional.cross_entropy(logits.float(), targets, reduction="sum")``, and so do its gradients; on a CPU
     all bits are equal. One of `pieces` pieces of the tokens at a time is in fp32.
     """
     return _SummedCrossEntropy.apply(logits, targets, pieces)

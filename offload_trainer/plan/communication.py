@@ -210,8 +210,10 @@ def refusal(shape: ModelShape, *, tensor: int) -> str:
     """Return why the products of a model cannot be divided over `tensor` ranks, or "" if they can."""
     if tensor > 1 and any(weight.block and len(weight.shape) > 2 for weight in shape.weights):
         return "its experts are stored in one tensor, which cannot be split by rows or columns"
-    heads = ((shape.heads, "attention"), (shape.key_heads, "key-value"))
-    return next((f"{count} {kind} heads are not a multiple of {tensor}" for count, kind in heads if count % tensor), "")
+    for count, kind in ((shape.heads, "attention"), (shape.key_heads, "key-value")):
+        if count % tensor:
+            return f"{count} {kind} heads are not a multiple of {tensor}"
+    return ""
 
 
 def part_held(weight: Weight, tensor: int) -> int:

@@ -110,7 +110,7 @@ class DeepSpeed:
 
     @property
     def _zero(self) -> int | None:
-        if self.tensor > 1:
+        if self.tensor > 1:  # AutoTP runs with ZeRO-1
             return 1
         return None if self.section.zero_stage == "auto" else self.section.zero_stage
 

@@ -166,8 +166,9 @@ class MachineProfile:
 
 def _merged(one: Any, other: Any) -> Any:
     """Return `other` on top of `one`: mappings are merged at every depth, all else is replaced."""
-    both = isinstance(one, dict) and isinstance(other, dict)
-    return one | {key: _merged(one.get(key), value) for key, value in other.items()} if both else other
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return other
+    return one | {key: _merged(one.get(key), value) for key, value in other.items()}
 
 
 def read_machine(name: str) -> MachineProfile:

@@ -1,4 +1,7 @@
-"""Tiers: the names and numbers of the places for weights, gradients, optimizer state and block inputs."""
+"""Tiers: GPU, RAM and each drive, where weights, gradients, state and block inputs may be; their names and numbers.
+
+A plan names them (`gpu`, `ram`, a drive's directory); pages and units have numbers, their homes.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Run directory: its initial files, the log, and the lock that excludes a second run, not empty after a crash."""
+"""Run directory: its initial files, which a crash leaves whole or absent, the log, and the lock on it."""
 
 import json
 import os

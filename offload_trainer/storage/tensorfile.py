@@ -240,7 +240,7 @@ class TensorFileReader:
         self._file.close()
 
 
-_ONE = 1 << 31  # bit 31 is x^0, bit 0 is x^31, as in the CRC itself
+_ONE = 1 << 31  # polynomials as numbers: bit 31 is x^0, bit 0 is x^31, as in the CRC itself
 
 
 def combined(first: int, second: int, length: int) -> int:
@@ -261,7 +261,7 @@ def _product(one: int, other: int) -> int:
         if one & bit:
             result ^= other
         bit >>= 1
-        other = other >> 1 ^ (0xEDB88320 if other & 1 else 0)
+        other = other >> 1 ^ (0xEDB88320 if other & 1 else 0)  # the polynomial
     return result
 
 

@@ -93,7 +93,7 @@ class Telemetry:
         if start >= self._page_due:
             self._write_page(self._screen.seconds_left(record.step))
             end = time.monotonic()
-            self._page_due = end + max(10.0, (end - start) / 0.01)
+            self._page_due = end + max(10.0, (end - start) / 0.01)  # writing it takes at most 1 % of the time
         self._trackers.put("train", record)
 
     def evaluation(self, record: EvalRecord) -> None:
@@ -145,7 +145,7 @@ class Screen:
             self._started = self._said = now - record.seconds
         self._recent.append(record)
         at_twentieth = record.step % max(1, self._total // 20) == 0
-        if at_twentieth or record.step == self._total or now - self._said >= 60.0:
+        if at_twentieth or record.step == self._total or now - self._said >= 60.0:  # of slow steps each
             self._said = now
             self.say(f"step {record.step}/{self._total}  {self._numbers(record)}")
 

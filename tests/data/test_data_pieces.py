@@ -211,13 +211,14 @@ def test_packed_documents_begin_with_their_marks(tmp_path: Path) -> None:
     """Positions restart at each BOS behind an EOS. A tokenizer with one token for both cannot tell them apart."""
     tokenizer, before, _, (end,) = Marked.of("Llama 3")
     path = tmp_path / "a.jsonl"
-    path.write_text(lines({"text": text} for text in ("one", "two lines", "three")))
+    path.write_text(lines({"text": text} for text in ("one", "two lines", "three", "one", "two lines", "three", "end")))
     tokens = prepared(path, tokenizer=tokenizer, vocabulary=4000)
-    reader = RowReader(tokens, seq_len=len(tokens) - 1, rows=range(1), vocabulary=4000, apart=end)
-    batch = reader.rows_at([0])
+    begins = (tokens.read(0, len(tokens)) == before[0]).nonzero()[0]
+    reader = RowReader(tokens, seq_len=int(begins[3]), rows=range(2), vocabulary=4000, apart=end)
+    batch = reader.rows_at([0, 1])
     assert batch.positions is not None
     assert ((batch.positions == 0) == (batch.inputs == before[0])).all()
-    assert int((batch.positions == 0).sum()) == 3
+    assert (batch.positions == 0).sum(1).tolist() == [3, 3]
     Marked.of("OPT").tokenizer.save_pretrained(tmp_path / "opt")
     with pytest.raises(UserError, match="a token that ends documents and does not begin them"):
         run_data(path, vocabulary=4000, seq_len=4, packing="on", tokenizer=str(tmp_path / "opt"))

@@ -82,6 +82,7 @@ def test_files_of_a_directory_that_are_not_read_are_reported(tmp_path: Path) -> 
     assert "1 linked directories" in links
     assert "(linked)" in links
     assert "2 of 5 files are read (a.txt, b.txt), and not a.pdf, b.zip, c.py; name one" in left
+    assert left.endswith("of those to read it too, with --data or --validation-data")
     directory, messages[:] = filled(tmp_path / "set", SHARDS, readme=PUSHED), []
     find_sources([f"stream:{directory}"], say=messages.append)
     (left,) = messages

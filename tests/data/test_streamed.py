@@ -231,18 +231,20 @@ def test_a_template_prints_the_date_of_the_run(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small")
-def test_rows_are_shuffled_inside_blocks(data: Path, parsed: list[int]) -> None:
+def test_rows_are_shuffled_inside_blocks(data: Path, tmp_path: Path, parsed: list[int]) -> None:
     expected = ids_of(data)
     block, count = 30, len(expected) // LENGTH + 90
     twice = np.tile(expected, 2)[: len(expected) * 2 // LENGTH * LENGTH].reshape(-1, LENGTH).tolist()
 
-    def read(begin: int, *, seed: int = 0) -> list[list[int]]:
+    def read(begin: int, *, seed: int = 0, points: bool = False) -> list[list[int]]:
         found = tokens(data, shuffle=block)
+        if points:
+            found.remember(tmp_path / "points.jsonl", writes=not begin)
         reader = RowReader(found, seq_len=LENGTH, rows=range(10**6), vocabulary=300, seed=seed, shuffle=True)
         batches = reader.train_batches(begin, micro_batch=5)
         return [row for batch in islice(batches, (count - begin) // 5) for row in batch.inputs.tolist()]
 
-    shuffled = read(0)
+    shuffled = read(0, points=True)
     assert len(parsed) < 1.6 * len(DOCUMENTS)  # A third of them are read again after the last.
     assert len(shuffled) > 300
     orders = []
@@ -253,7 +255,8 @@ def test_rows_are_shuffled_inside_blocks(data: Path, parsed: list[int]) -> None:
     assert len(set(map(tuple, orders))) == len(orders)
     assert read(0, seed=1)[:block] != shuffled[:block]
     for begin in (5, 35, 155, len(shuffled) - 60):
-        assert read(begin) == shuffled[begin : begin + (count - begin) // 5 * 5]
+        for points in (False, True):
+            assert read(begin, points=points) == shuffled[begin : begin + (count - begin) // 5 * 5]
 
 
 @pytest.mark.usefixtures("small")

@@ -217,9 +217,10 @@ def test_sizes_that_do_not_match_are_refused(tmp_path: Path) -> None:
         path.write_bytes(whole[:size])
         with pytest.raises(UserError, match=told):
             TokenFile.open(path)
-    sidecar_path(path).write_text('{"dtype": "float32", "tokens": 1}')
-    with pytest.raises(UserError, match=r"t\.bin\.json cannot be read: .*'uint16' or 'uint32'.*make them again"):
-        TokenFile.open(path)
+    for sidecar in ('{"dtype": "float32", "tokens": 1}', '{"dtype": "uint16", "tokens": 1, "crc32": 5}', "[]"):
+        sidecar_path(path).write_text(sidecar)
+        with pytest.raises(UserError, match=r"t\.bin\.json cannot be read: .*make them again"):
+            TokenFile.open(path)
 
 
 @pytest.mark.parametrize("way", ["text", "ids", "stream"])

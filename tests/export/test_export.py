@@ -209,14 +209,17 @@ def test_the_check_finds_what_differs(trained: Path, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_models_with_their_own_code_are_exported_unchanged(trained: Path, tmp_path: Path) -> None:
-    """A link in a checkpoint is not followed."""
+def test_a_link_in_a_checkpoint_is_not_followed(trained: Path, tmp_path: Path) -> None:
     link = trained / "checkpoints/step-00000003/model/leak"
     link.symlink_to("/etc/hostname")
     with pytest.raises(UserError, match="leak is a link"):
         export(trained, tmp_path / "out", dtype="fp32", check=False)
     assert not (tmp_path / "out").exists()
     link.unlink()
+
+
+@pytest.mark.slow
+def test_models_with_their_own_code_are_exported_unchanged(trained: Path, tmp_path: Path) -> None:
     for config in trained.rglob("config.json"):
         held = json.loads(config.read_text()) | {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
         config.write_text(json.dumps(held))

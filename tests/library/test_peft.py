@@ -39,10 +39,8 @@ from offload_trainer.run.planning import plan_run
 from offload_trainer.session import api
 from offload_trainer.settings import load_config
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's"),
-    pytest.mark.usefixtures("nothing_is_small"),
-]
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+BITS_OF_A_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's")
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -82,6 +80,7 @@ LOOPS = [("resident", "DoRA"), ("in RAM", "plain"), ("on the drive", "DoRA"), ("
 ROUNDED = [("nf4", "all"), ("int8", "DoRA")]
 
 
+@BITS_OF_A_CPU
 @pytest.mark.parametrize(
     ("base", "home", "kind"),
     [("model", *loop) for loop in LOOPS] + [(base, home, kind) for base, kind in ROUNDED for home in HOMES],
@@ -295,6 +294,7 @@ PROMPTS: dict[str, peft.PeftConfig] = {  # adapters that are no LoRA
 }
 
 
+@BITS_OF_A_CPU
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_prompts_and_scales_in_a_bare_loop(kind: str, folder: Path, drive: Path) -> None:
@@ -330,6 +330,7 @@ class WithValue(nn.Module):
         return self.value(self.model(inputs, output_hidden_states=True).hidden_states[-1])
 
 
+@BITS_OF_A_CPU
 @pytest.mark.slow
 def test_a_head_of_the_users(folder: Path, drive: Path, tmp_path: Path) -> None:
     inputs = rows(1)[0]["input_ids"][None]
@@ -358,6 +359,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("model"), hidden_size=256, intermediate_size=512)
 
 
+@BITS_OF_A_CPU
 @pytest.mark.slow
 @pytest.mark.parametrize(("base", "dtype", "most"), [("nf4", "fp32", 0.56), ("int8", "bf16", 1.03)])
 def test_bytes_of_a_pass(
@@ -383,6 +385,7 @@ def test_bytes_of_a_pass(
         assert 0 <= sum(one.read for one in planned) - sum(size for _, size in read) <= others
 
 
+@BITS_OF_A_CPU
 @pytest.mark.slow
 @pytest.mark.parametrize(("base", "home"), [("model", "in RAM"), ("int8", "in RAM"), ("nf4", "on the drive")])
 def test_memory_is_the_plans(home: str, base: str, wide: Path, drive: Path) -> None:
@@ -401,6 +404,7 @@ def test_memory_is_the_plans(home: str, base: str, wide: Path, drive: Path) -> N
         assert (size < 2 * elements) == (base != "model")
 
 
+@BITS_OF_A_CPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("base", ["nf4", "int8"])
 def test_stored_forms_of_sizes_that_do_not_divide(base: str, dtype: torch.dtype) -> None:
@@ -457,6 +461,7 @@ QUANTISED = {
 }
 
 
+@BITS_OF_A_CPU
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_linear_layers_and_experts_are_quantised(kind: str, drive: Path, tmp_path: Path) -> None:
@@ -477,6 +482,7 @@ def test_linear_layers_and_experts_are_quantised(kind: str, drive: Path, tmp_pat
             assert torch.equal(session.model.eval()(inputs).logits, model(inputs).logits)
 
 
+@BITS_OF_A_CPU
 def test_a_quantised_weight_cannot_be_written(wide: Path, drive: Path) -> None:
     with opened(wide, drive, "nf4") as session:
         assert session.base == "nf4"
@@ -489,6 +495,7 @@ def test_a_quantised_weight_cannot_be_written(wide: Path, drive: Path) -> None:
             session.model.model.load_state_dict(other, strict=False)
 
 
+@BITS_OF_A_CPU
 @pytest.mark.slow
 def test_a_base_that_cannot_be_quantised_is_refused(wide: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = r"^base=nf4 quantises frozen matrices of the model's blocks, and none is frozen: add freeze="

@@ -238,10 +238,11 @@ def test_the_files_that_transformers_would_read_are_read(shards: Any, named: str
     assert all(torch.equal(value, expected[key]) for key, value in source.weights())
     said = [note for note in source.shape.notes if "model.safetensors.index.json are not read" in note]
     assert len(said) == bool(shards and named)
-    for wrong in ("../second.safetensors", 5):
+    for wrong in ("../second.safetensors", 5, "a\nb"):
         (tmp_path / "config.json").write_text(json.dumps(config | {"transformers_weights": wrong}))
-        with pytest.raises(UserError, match="transformers_weights"):
+        with pytest.raises(UserError, match="transformers_weights") as refused:
             resolve_model(ModelSection(name=str(tmp_path)), seed=0)
+        assert str(refused.value).isprintable()
 
 
 def misfitting(held: Held) -> Held:

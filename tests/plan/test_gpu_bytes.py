@@ -4,13 +4,14 @@ It runs on tensors without memory (FakeTensorMode). The planned figure leaves ou
 """
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sample_plans import machine, wish
+from sample_plans import SHAPES, machine, wish
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +22,9 @@ from offload_trainer.model import activations
 from offload_trainer.model.init_weights import without_values
 from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.model.presets import PRESETS
-from offload_trainer.plan.planner import make_plan
+from offload_trainer.plan.memory import peak_of
+from offload_trainer.plan.planner import make_plan, workload
+from offload_trainer.plan.shape import Activations, Growth, Part
 from offload_trainer.settings import load_config
 
 _SMALL = {"vocab_size": 3000, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -194,3 +197,14 @@ def test_models_that_cannot_be_counted_are_estimated_and_the_plan_says_so(monkey
             needs.append(sum(i.bytes for i in items if "activations" in i.name or i.name == "block inputs"))
             assert any("a rough estimate" in item.why for item in items) == (one is shape)
         assert needs[0] == pytest.approx(needs[1], rel=0.25)
+
+
+def test_gradients_kept_elsewhere_are_not_counted() -> None:
+    """Stock ZeRO-1 keeps all gradients in a buffer of its own: a block's and the head's are not added again."""
+    block = Part(Growth(token=10), (Growth(token=12),), (Growth(fixed=1000, token=15),))
+    small = Part(Growth(), (Growth(token=1),), (Growth(token=1),))
+    head = Part(Growth(), (), (Growth(token=40), Growth(fixed=300, token=20)))
+    counted = Activations(Growth(token=2), (block,), (0, 0), Growth(token=2), small, head, (Growth(fixed=500),))
+    work = replace(workload(wish(), SHAPES["gpt2"]), micro_batch=1, seq_len=10, loss_chunk=10**6, checkpointed=0)
+    assert peak_of(counted, work).bytes == 2 * 10 + 10 * 10 + 1000 + 15 * 10
+    assert peak_of(counted, work, gradients=False).bytes == (2 + 20 + 40) * 10

@@ -224,6 +224,16 @@ def test_work_other_than_products_takes_its_own_time() -> None:
     assert without.forecast.seconds["forward"] == pytest.approx(products, rel=1e-3)
 
 
+def test_the_fastest_that_fits_is_chosen_and_the_others_say_why() -> None:
+    """All state in RAM with weights on a fast drive is faster than weights in RAM with half of the state there."""
+    here = replace(timed(drive=20e9, mixed=10e9, matmul=1e10), gpu="V100", gpu_bytes=16 * GB, ram_bytes=19 * GB)
+    known = replace(here.rates, to_device=rate(12e9), from_device=rate(12e9), both_ways=rate(10e9))
+    words = ("--gpu-fraction", "0", "model.activation_checkpointing=on", "tiered.overlap=off")
+    plan = make_plan(wish(*words), SHAPES["gpt2-xl"], replace(here, rates=known))
+    assert plan.fits
+    assert any("a step takes" in reason for _, reason in plan.rejected)
+
+
 @pytest.mark.parametrize(("matmul", "breadth"), [(1e10, False), (1e14, True)])
 def test_micro_batches_go_breadth_first_where_the_drive_takes_the_time(matmul: float, breadth: bool) -> None:
     shape, words = SHAPES["gpt2-xl"], ["--params", "nvme", "--accumulate", "8", "--micro-batch", "1"]

@@ -389,14 +389,14 @@ def test_whichever_rank_is_killed(drive: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_small_pages_with_bf16_masters_resume_with_another_number_of_ranks(drive: Path, tmp_path: Path) -> None:
-    bf16, output = ["--dtype", "bf16", "optim.master_dtype=bf16"], tmp_path / "run"
-    words = ["--nvme", drive, *TIERED, *bf16, "tiered.page_size=4096"]
+@pytest.mark.parametrize("masters", [[], ["--dtype", "bf16", "optim.master_dtype=bf16"]])
+def test_small_pages_resume_with_another_number_of_ranks(masters: list[str], drive: Path, tmp_path: Path) -> None:
+    output, words = tmp_path / "run", ["--nvme", drive, *TIERED, *masters, "tiered.page_size=4096"]
     one_killed("1:kill@flip=3", *words, output=output, count=2)
     killed("record=2", *words, "--accumulate", 2, output=output)
     (ended, _) = call_ranks(*words, output=output, count=2)
     assert gone_on(ended) in (4, 5)
-    alone = call("--nvme", drive, *ALL, *bf16, "--accumulate", 2, output=tmp_path / "alone")
+    alone = call("--nvme", drive, *ALL, *masters, "--accumulate", 2, output=tmp_path / "alone")
     assert results(output) == results(alone.output)
 
 

@@ -64,8 +64,8 @@ inline __m512i sixteen(const uint8_t* at) { return _mm512_cvtepu8_epi32(_mm_load
 inline __m512i sixteen(const uint16_t* at) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at)); }
 #endif
 
-// Compute to[i] = table[index[i]]. CPUs with AVX512-FP16 load sixteen entries faster together. Elsewhere the asm statement
-// keeps the compiler from assembling vectors from single loads, which takes twice as long.
+// Compute to[i] = table[index[i]]. CPUs with AVX512-FP16 load sixteen entries faster together. Elsewhere the asm
+// statement keeps the compiler from assembling vectors from single loads, which takes twice as long.
 template <class Index, class Entry>
 inline void look_up(const Entry* __restrict table, const Index* __restrict index, Entry* __restrict to, int64_t count) {
     int64_t i = 0;

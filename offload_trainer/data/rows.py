@@ -207,16 +207,16 @@ class Batch:
         """Number of targets that are counted in the loss."""
         return int((self.targets != IGNORED).sum())
 
-    def arguments(self, place: torch.device, *, training: bool) -> tuple[Any, ...]:
-        """Return the arguments of a loss (model/loss.py) on device `place`: inputs, targets, seed, count, positions."""
-        positions = None if self.positions is None else _copied(self.positions, place)
+    def arguments(self, device: torch.device, *, training: bool) -> tuple[Any, ...]:
+        """Return the arguments of a loss (model/loss.py) on `device`: inputs, targets, seed, count, positions."""
+        positions = None if self.positions is None else _copied(self.positions, device)
         seed = self.seed if training else None
-        return _copied(self.inputs, place), _copied(self.targets, place), seed, self.counted, positions
+        return _copied(self.inputs, device), _copied(self.targets, device), seed, self.counted, positions
 
 
-def _copied(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
-    """Return `tensor` on device `place`. A copy from pageable memory would wait for all that a GPU has queued."""
-    return tensor.pin_memory().to(place, non_blocking=True) if place.type == "cuda" else tensor.to(place)
+def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return `tensor` on `device`. A copy from pageable memory would wait for all that a GPU has queued."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def weights_in_step(counts: Sequence[int]) -> list[float]:

@@ -72,17 +72,17 @@ class TieredEngine:
         self._dtype = DTYPES[work.dtype]
         with ExitStack() as stack:
             parts = open_parts(work, placement, sizes, drives, stack=stack, say=say)
-            self._place, self._overlaps, self._hidden = parts.device.place, parts.sizes.overlap, 0.0
+            self._torch_device, self._overlaps, self._hidden = parts.device.torch_device, parts.sizes.overlap, 0.0
             self._overlaps_backward, self._surprises = parts.sizes.ahead, deque[bool](maxlen=_RECENT)
             self._node = parts.node
             self._pipeline, self._computes_loss = work.pipeline, work.owners[-1]  # ranks of each, and one of them
             self.rank, self.world = self._node.rank // self._pipeline, self._node.world // self._pipeline
             context = parameters_without_memory()
             self._module = source.build(dtype=self._dtype, context=context, checkpointed=work.checkpointed)
-            parameters = without_values(self._module.model, dtype=self._dtype, place=self._place, separate=True)
-            self._module.to(self._place)
+            parameters = without_values(self._module.model, dtype=self._dtype, device=self._torch_device, separate=True)
+            self._module.to(self._torch_device)
             for name, value in source.buffers().items():
-                set_buffer(self._module.model, name, value.to(self._place))
+                set_buffer(self._module.model, name, value.to(self._torch_device))
             self.offloaded = OffloadedModel(self._module.model, parameters, parts, seed=source.seed)
             self.offloaded.loss_scale = LossScale.initial(work.dtype)
             stack.callback(self.offloaded.close)
@@ -122,7 +122,7 @@ class TieredEngine:
             self.offloaded.expect(rules, scale=1.0 / scale)  # neither clipped nor skipped
         losses = self._accumulate(batches, scale=scale, clock=clock)
         before, self._hidden = self._hidden, self.offloaded.update_progress.hidden
-        mean = torch.stack([torch.as_tensor(loss, device=self._place) for loss in self._of_all(losses)]).mean()
+        mean = torch.stack([torch.as_tensor(loss, device=self._torch_device) for loss in self._of_all(losses)]).mean()
         with clock.phase("update"), torch.no_grad():
             norm = self._update(rules)
             self.offloaded.begin()
@@ -140,14 +140,14 @@ class TieredEngine:
         counts = self._of_all([batch.counted for batch in batches])
         weights = weights_in_step(counts)[self.rank :: self.world]
         if self._breadth_first is not None:
-            given = [batch.arguments(self._place, training=True) for batch in batches]
+            given = [batch.arguments(self._torch_device, training=True) for batch in batches]
             factors = [scale * weight / len(counts) for weight in weights]
             means = self._accumulate_breadth_first(self._breadth_first, given, factors, clock=clock)
             return [loss * weight for loss, weight in zip(means, weights, strict=True)]
         losses = []
         for number, (batch, weight) in enumerate(zip(batches, weights, strict=True), 1):
             with self._phase(clock, "forward"), self.offloaded.forward(then=True):
-                loss = self._module(*batch.arguments(self._place, training=True))
+                loss = self._module(*batch.arguments(self._torch_device, training=True))
                 losses.append(loss.detach() * weight)
             with self._phase(clock, "backward"), self.offloaded.backward(last=number == len(batches)):
                 (loss * (scale * weight / len(counts))).backward()
@@ -170,8 +170,8 @@ class TieredEngine:
     @contextmanager
     def _in_thread(self) -> Iterator[None]:
         """Prepare a thread that runs part of a forward."""
-        if self._place.type == "cuda":
-            torch.cuda.set_device(self._place)
+        if self._torch_device.type == "cuda":
+            torch.cuda.set_device(self._torch_device)
         with self.offloaded.stream.saving():
             yield
 
@@ -216,7 +216,7 @@ class TieredEngine:
         self._module.eval()
         self._updating = False
         if self._cuts is not None:
-            inputs, targets, _, count, positions = batch.arguments(self._place, training=False)
+            inputs, targets, _, count, positions = batch.arguments(self._torch_device, training=False)
             loss = 0.0
             with self.offloaded.forward(then=False), self._cuts.evaluating(self._blocks):
                 output = self._module.run(inputs, positions)
@@ -224,7 +224,7 @@ class TieredEngine:
                     loss = float(self._module.of(output, targets, count))
             return float(self._of_all([loss])[self.rank])
         with self.offloaded.forward(then=False):
-            return float(self._module(*batch.arguments(self._place, training=False)))
+            return float(self._module(*batch.arguments(self._torch_device, training=False)))
 
     def commit(self, train: Mapping[str, int]) -> None:
         """Record the training loop's state with the page files, after each step (`ManifestWriter.commit`)."""
@@ -300,13 +300,13 @@ def _device(units: Sequence[Unit], placement: Placement, *, itemsize: int) -> De
 
 def _device_kernel(homes: TierMap, device: Device, kernel: Kernel, *, say: Say) -> Kernel:
     """Return the kernel that updates pages on the device with the bits of `kernel`. Raises UserError without one."""
-    if device.place.type != "cuda" or not any(page.home == DEVICE for page in homes.pages):
+    if device.torch_device.type != "cuda" or not any(page.home == DEVICE for page in homes.pages):
         return kernel
-    found, words = choose_cuda_kernel(device.place)
+    found, words = choose_cuda_kernel(device.torch_device)
     if found is None:
         raise UserError(
-            f"The update on {device.place} cannot be used: {words}. Use --gpu-fraction 0, so that the state is in RAM "
-            "and on drives"
+            f"The update on {device.torch_device} cannot be used: {words}. Use --gpu-fraction 0, so that the state is "
+            "in RAM and on drives"
         )
     say(words)
     return found

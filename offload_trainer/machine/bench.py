@@ -276,8 +276,8 @@ def _copies(seconds: float) -> Rates:
 
 def _update(update: TimedUpdate, budget: Budget) -> Rate:
     elements, page, steps = budget.update_elements, budget.update_page, itertools.count(1)
-    place = "cuda" if update.kernel.name == "cuda" else "cpu"
-    updates = make_pages(elements, page=page, format=update.format, place=place)
+    device = "cuda" if update.kernel.name == "cuda" else "cpu"
+    updates = make_pages(elements, page=page, format=update.format, device=device)
 
     def run() -> None:
         step = next(steps)
@@ -291,7 +291,7 @@ def _update(update: TimedUpdate, budget: Budget) -> Rate:
     return _rate(elements, taken, f"{elements / 1e6:.0f} M parameters in {pages}, casts in and out")
 
 
-def make_pages(elements: int, *, page: int, format: StateFormat, place: str = "cpu") -> list[PageUpdate]:
+def make_pages(elements: int, *, page: int, format: StateFormat, device: str = "cpu") -> list[PageUpdate]:
     """Return updates of `elements` parameters in pages of at most `page`, without their ranges.
 
     Moments are zero; the first step, which is not timed, fills them.
@@ -308,9 +308,9 @@ def make_pages(elements: int, *, page: int, format: StateFormat, place: str = "c
                 part.copy_(values[: part.numel()])
         for moment in MOMENTS:
             stored_field(moment, fields).start_at_zero()
-        there = {name: field.to(place) for name, field in fields.items()}
+        there = {name: field.to(device) for name, field in fields.items()}
         start = table.pages[number].start
-        pages.append(PageUpdate(there, grad.to(place), out.to(place), [], format, 0.7, None, first=start))
+        pages.append(PageUpdate(there, grad.to(device), out.to(device), [], format, 0.7, None, first=start))
     return pages
 
 

@@ -57,7 +57,7 @@ def empty_model(directory: Path) -> Any:
     with no_init_weights(), parameters_without_memory():
         model = auto_class(config).from_config(config, dtype=torch.float32)
     model.tie_weights()
-    without_values(model, dtype=torch.float32, place=torch.device("cpu"))
+    without_values(model, dtype=torch.float32, device=torch.device("cpu"))
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     return model.eval()

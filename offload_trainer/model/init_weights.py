@@ -175,7 +175,7 @@ def parameters_without_memory() -> AbstractContextManager[object]:
 
 
 def without_values(
-    model: nn.Module, *, dtype: torch.dtype, place: torch.device, separate: bool = False
+    model: nn.Module, *, dtype: torch.dtype, device: torch.device, separate: bool = False
 ) -> dict[str, list[nn.Parameter]]:
     """Replace the model's parameters by NaN that takes no memory, and return them by weight name.
 
@@ -189,7 +189,7 @@ def without_values(
                 continue
             uses = made[names[old]]
             if separate or not uses:
-                empty = torch.full((), torch.nan, dtype=dtype, device=place).expand(old.shape)
+                empty = torch.full((), torch.nan, dtype=dtype, device=device).expand(old.shape)
                 uses.append(nn.Parameter(empty, requires_grad=old.requires_grad))
             module._parameters[key] = uses[-1]
     return made

@@ -48,7 +48,7 @@ class DeviceCopy(Protocol):
 class CpuDevice:
     """The CPU as the device that computes forward and backward; its memory is host memory."""
 
-    place, is_cuda = torch.device("cpu"), False
+    torch_device, is_cuda = torch.device("cpu"), False
     in_host_memory = True  # the host may use the device's tensors without a copy
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class CudaDevice:
 
     def __init__(self, device: torch.device, *, staging_bytes: int, stagings: int) -> None:
         """Create streams, threads, and `stagings` pinned buffers of `staging_bytes` (0: no weights on a drive)."""
-        self.place = device
+        self.torch_device = device
         self._to_device, self._to_host = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._inputs_to_host, self._inputs_to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._side = torch.cuda.Stream(device)
@@ -127,16 +127,16 @@ class CudaDevice:
     def _worker(self, name: str) -> Workers:
         """Start a thread that uses this device. A new thread uses device 0 and could create a CUDA context there."""
         thread = Workers(1, name)
-        thread.submit(lambda: torch.cuda.set_device(self.place)).wait()
+        thread.submit(lambda: torch.cuda.set_device(self.torch_device)).wait()
         return thread
 
     def buffer(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(elements, dtype=dtype, device=self.place)
+        return torch.zeros(elements, dtype=dtype, device=self.torch_device)
 
     def mark(self) -> torch.cuda.Event:
-        with torch.cuda.device(self.place):
+        with torch.cuda.device(self.torch_device):
             event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
-            event.record(torch.cuda.current_stream(self.place))
+            event.record(torch.cuda.current_stream(self.torch_device))
         return event
 
     def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Mark) -> DeviceCopy:
@@ -145,7 +145,7 @@ class CudaDevice:
         if isinstance(source, QueuedFill):  # this rank's shard and NCCL's all-gather, at this rank's turn
             copy = lambda values, target: target.copy_(values, non_blocking=True)  # noqa: E731
             queue = partial(self._queue, self._to_device, lambda: source.fill(into, copy), after=after)
-            return _CudaArrival(queue, self.place, when=source.at_turn)
+            return _CudaArrival(queue, self.torch_device, when=source.at_turn)
         with self._lock:  # the training thread fetches, and so does a thread that completes an update's writes
             staging, last = self._stagings.popleft()
             part, read = staging[: into.nbytes].view(into.dtype), Future()
@@ -163,11 +163,11 @@ class CudaDevice:
         """Return a copy to the device, queued when `ready` completes: now, or on the completing thread."""
         copy = partial(into.copy_, source, non_blocking=True)
         queue, when = partial(self._queue, stream, copy, after=after), partial(followed, ready)
-        return _CudaArrival(queue, self.place, when=when)
+        return _CudaArrival(queue, self.torch_device, when=when)
 
     def _queue(self, stream: torch.cuda.Stream, work: Callable[[], object], *, after: Mark) -> torch.cuda.Event:
         """Queue `work` on `stream` after the event `after`; return an event recorded at its end."""
-        with torch.cuda.device(self.place), torch.cuda.stream(stream):
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(stream):
             if after is not None:
                 stream.wait_event(after)
             work()
@@ -199,7 +199,7 @@ class CudaDevice:
 
     @contextmanager
     def side_stream(self, *, after: Mark) -> Iterator[None]:
-        with torch.cuda.device(self.place), torch.cuda.stream(self._side):
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._side):
             if after is not None:
                 self._side.wait_event(after)
             yield
@@ -216,9 +216,9 @@ class CudaDevice:
 class _CudaArrival:
     """A copy to the device that is queued on a stream once its source bytes are in host memory."""
 
-    def __init__(self, copy: Callable[[], torch.cuda.Event], place: torch.device, *, when: _When) -> None:
+    def __init__(self, copy: Callable[[], torch.cuda.Event], device: torch.device, *, when: _When) -> None:
         """Let `when` run `copy`, which queues the copy and returns its event, once the bytes are in host memory."""
-        self._copy, self._place = copy, place  # the tensors of the copy stay as long as this object
+        self._copy, self._device = copy, device  # the tensors of the copy stay as long as this object
         self._event: torch.cuda.Event | None = None
 
         def queue() -> None:
@@ -229,21 +229,21 @@ class _CudaArrival:
     @property
     def over(self) -> bool:
         """Return whether the copy has completed on the device."""
-        with torch.cuda.device(self._place):
+        with torch.cuda.device(self._device):
             return self._event is not None and self._event.query()
 
     def wait(self) -> None:
         """Make the current stream wait for the copy, after it has been queued."""
         self.queued.wait()
         assert self._event is not None
-        with torch.cuda.device(self._place):
-            torch.cuda.current_stream(self._place).wait_event(self._event)
+        with torch.cuda.device(self._device):
+            torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def finish(self) -> None:
         """Block until the bytes are on the device."""
         self.queued.wait()
         assert self._event is not None
-        with torch.cuda.device(self._place):
+        with torch.cuda.device(self._device):
             self._event.synchronize()
 
 

@@ -172,7 +172,7 @@ class OffloadedModel:
         """Return a lazy tensor (`LazyWeight`) for a weight's gradient sum, or None without a gradient."""
         if name not in self.gradients.arrived:
             return None
-        like, place, of_step = self.parameters[name][0], self._device.place, self._cleared
+        like, device, of_step = self.parameters[name][0], self._device.torch_device, self._cleared
 
         def read() -> torch.Tensor:
             if of_step != self._cleared or name not in self.gradients.arrived:
@@ -180,13 +180,13 @@ class OffloadedModel:
                     f"this gradient of {name} was used up by a step or dropped by zero_grad(): read .grad anew after "
                     "the next backward; clone() keeps values"
                 )
-            return self._complete_sums().sums(name).to(place, copy=True).view(like.shape)
+            return self._complete_sums().sums(name).to(device, copy=True).view(like.shape)
 
         def write(values: torch.Tensor) -> None:
             self._complete_sums().replace(name, values)
             self.sum_changes += 1
 
-        return LazyWeight.of(like, read, write=write, dtype=self.gradients.dtype, device=place)
+        return LazyWeight.of(like, read, write=write, dtype=self.gradients.dtype, device=device)
 
     def drop_gradient(self, name: str) -> None:
         """Drop the gradient sum of one weight, as if it had no gradient in this step."""
@@ -547,7 +547,7 @@ class Activations:
             self._prefetched[number] = self._fetch(self._kept[number])
 
     def _fetch(self, kept: _SavedInput) -> tuple[torch.Tensor, DeviceCopy]:
-        values, after = torch.empty_like(kept.values, device=self._device.place), self._device.mark()
+        values, after = torch.empty_like(kept.values, device=self._device.torch_device), self._device.mark()
         arrival, read = self._device.copy_back(kept.values, values, after=after, ready=kept.filled)
         self._free[kept.number] = together([self._free[kept.number], read])
         return values, arrival

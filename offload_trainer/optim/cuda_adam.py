@@ -66,8 +66,8 @@ class CudaKernel:
     name = "cuda"
     adds_gradients = False  # whether `add_gradient` has torch's bits on this device
 
-    def __init__(self, place: torch.device, *, rows: int = 4) -> None:
-        """Prepare for the GPU `place`, with `rows` (a power of two) blocks of 256 a program. Raises TrainerError."""
+    def __init__(self, device: torch.device, *, rows: int = 4) -> None:
+        """Prepare for the GPU `device`, with `rows` (a power of two) blocks of 256 a program. Raises TrainerError."""
         with suppress(TrainerError):  # then Triton's code is kept where Triton says
             os.environ.setdefault("TRITON_CACHE_DIR", str(private_directory("triton")))
         try:
@@ -78,10 +78,10 @@ class CudaKernel:
             raise TrainerError(
                 f"Triton, which comes with torch's wheels for CUDA, cannot be imported: {error}"
             ) from error
-        self.place, self.version, self._rows = place, triton.__version__, rows
+        self.device, self.version, self._rows = device, triton.__version__, rows
         self._function, self._add, self._lanes = triton_adam.adamw, triton_adam.add_gradient, 64 * rows
         tables = (dynamic_map(True), dynamic_map(False), nearest_table(), lower_table(), cells())
-        self._tables = [table.to(place) for table in tables]
+        self._tables = [table.to(device) for table in tables]
 
     def update_page(self, page: PageUpdate) -> None:
         self._check(page)
@@ -105,8 +105,8 @@ class CudaKernel:
 
     def _launch(self, table: _Table, given: Sequence[torch.Tensor | None], *, blocks: int, end: int) -> None:
         numbers = torch.frombuffer(bytearray(table), dtype=torch.int32)
-        if self.place.type == "cuda":  # from pinned memory, so that the copy waits for nothing
-            numbers = numbers.pin_memory().to(self.place, non_blocking=True)
+        if self.device.type == "cuda":  # from pinned memory, so that the copy waits for nothing
+            numbers = numbers.pin_memory().to(self.device, non_blocking=True)
         with torch.cuda.device_of(numbers):
             sizes = constants(whole=end % BLOCK_8BIT == 0, rows=self._rows)
             launch = self._function[(-(-blocks // self._rows),)]
@@ -142,7 +142,7 @@ class CudaKernel:
             assert fields[name].dtype is DTYPES[field.dtype], name
         flat = [page.grad, *([] if page.out is None else [page.out])]
         assert all(tensor.is_contiguous() and tensor.numel() >= n for tensor in flat)
-        assert all(tensor.device == self.place for tensor in (*fields.values(), *flat))
+        assert all(tensor.device == self.device for tensor in (*fields.values(), *flat))
         assert all(tensor.data_ptr() % 16 == 0 for tensor in (*fields.values(), *flat))
         assert _apart(master) % 16 == 0
         assert _apart(master) // 4 < 2**31
@@ -163,30 +163,30 @@ def _without_bf16(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.view(torch.int16) if tensor is not None and tensor.dtype is torch.bfloat16 else tensor
 
 
-def choose_cuda_kernel(place: torch.device) -> tuple[CudaKernel | None, str]:
-    """Return the kernel for pages on the GPU `place` with a sentence for the log, or None and the reason in one line.
+def choose_cuda_kernel(device: torch.device) -> tuple[CudaKernel | None, str]:
+    """Return the kernel for pages on the GPU `device` with a sentence for the log, or None and the reason in one line.
 
     It never raises. There is none if it cannot be compiled or does not match the CPU's bit for bit: results must not
     depend on the placement of the state. The reason has the error's type if it is a driver's or a library's.
     """
     try:
-        kernel = _checked_kernel(torch.device("cuda", torch.cuda.current_device()) if place == _CURRENT else place)
+        kernel = _checked_kernel(torch.device("cuda", torch.cuda.current_device()) if device == _CURRENT else device)
     except Exception as error:
         words = " ".join(str(error).split())
         return None, words if isinstance(error, TrainerError) else f"{type(error).__name__}: {words}"[:500]
-    words = f"The update on {kernel.place}: compiled by Triton {kernel.version}, checked to give the CPU's bits."
+    words = f"The update on {kernel.device}: compiled by Triton {kernel.version}, checked to give the CPU's bits."
     if not kernel.adds_gradients:
         words += " Gradients there are added by torch's slower operations."
     return kernel, words
 
 
 @functools.cache  # a plan asks before its run
-def _checked_kernel(place: torch.device) -> CudaKernel:
-    """Return the kernel for `place` after a comparison with torch's on the CPU, which each CPU kernel has passed."""
+def _checked_kernel(device: torch.device) -> CudaKernel:
+    """Return the kernel for `device` after a comparison with torch's on the CPU, which each CPU kernel has passed."""
     if torch.version.hip:
         raise TrainerError("the kernel was tried on NVIDIA's GPUs only, and this torch was built for ROCm")
-    kernel = CudaKernel(place)
-    if not matches_bitwise(kernel, gpu=place):  # as on a CPU without FMA
+    kernel = CudaKernel(device)
+    if not matches_bitwise(kernel, gpu=device):  # as on a CPU without FMA
         raise TrainerError("its results differ from those of the CPU's torch kernel in their last bits")
     with suppress(Exception):  # Triton's
         kernel.adds_gradients = _adds_like_torch(kernel)
@@ -199,8 +199,8 @@ def _adds_like_torch(kernel: CudaKernel) -> bool:
     for count, dtype in ((70_001, torch.bfloat16), (1003, torch.float16), (33, torch.float32)):
         size = torch.empty(count).uniform_(-10, 5, generator=random).exp_()
         expected, more = torch.randn(2, count, generator=random) * size
-        sums, given = expected.to(kernel.place, copy=True), more.to(dtype)
-        found = kernel.add_gradient(sums, given.to(kernel.place))
+        sums, given = expected.to(kernel.device, copy=True), more.to(dtype)
+        found = kernel.add_gradient(sums, given.to(kernel.device))
         norm = norm_of(expected.add_(given), ordered=True)
         if not (torch.equal(found.cpu(), norm) and torch.equal(sums.cpu(), expected)):
             return False

@@ -197,9 +197,9 @@ def load(
         def made(parts: EngineParts, folder: Path) -> _Made:
             without, checkpointed = parameters_without_memory(), planned.plan.work.checkpointed
             model = source.build(dtype=parts.dtype, context=without, checkpointed=checkpointed).model
-            uses = without_values(model, dtype=parts.dtype, place=parts.device.place)
+            uses = without_values(model, dtype=parts.dtype, device=parts.device.torch_device)
             for key, value in source.buffers().items():
-                set_buffer(model, key, value.to(parts.device.place))
+                set_buffer(model, key, value.to(parts.device.torch_device))
             save_model_config(source, folder, dtype=parts.dtype, end_of_text=None)
             return model, uses, source.weights(), True
 
@@ -240,7 +240,7 @@ def offload(
                 parameter.grad = None
             for part in module.modules():
                 for key, buffer in part._buffers.items():
-                    part._buffers[key] = None if buffer is None else buffer.to(parts.device.place)
+                    part._buffers[key] = None if buffer is None else buffer.to(parts.device.torch_device)
             uses = {name: [parameter] for name, parameter in parameters.items()}
             return module, uses, ((name, held.pop(name)) for name in parameters), from_config
 

@@ -51,10 +51,10 @@ class EmulatedGpu:
 
     bytes = 24 << 30
 
-    def __init__(self, *, seed: int, haste: float, seconds: float, place: torch.device) -> None:
+    def __init__(self, *, seed: int, haste: float, seconds: float, device: torch.device) -> None:
         """Create the streams. `haste`: the probability that a queue advances at each call."""
         self.seconds = seconds  # for which other threads at least wait, while the training thread frees its tensors
-        self.place, self.methods = place, _methods(self)
+        self.torch_device, self.methods = device, _methods(self)
         self.log: list[str] = []  # work that has run
         self.lock = threading.RLock()
         self.current = threading.local()
@@ -89,7 +89,7 @@ class EmulatedGpu:
         self.tag(tensor, _GPU)
 
     def device(self, *, staging_bytes: int = 0, stagings: int = 0) -> CudaDevice:
-        return CudaDevice(self.place, staging_bytes=staging_bytes, stagings=stagings)
+        return CudaDevice(self.torch_device, staging_bytes=staging_bytes, stagings=stagings)
 
     def stream_now(self) -> Stream:
         return getattr(self.current, "stream", None) or self.compute
@@ -256,17 +256,17 @@ def _methods(gpu: EmulatedGpu) -> dict[str, Any]:
         other = args[0] if args and isinstance(args[0], torch.Tensor) else words.pop("other", None)
         if other is not None:
             args = (other.device, other.dtype, *args[1:])
-        place = args[0] if args and isinstance(args[0], torch.device | str) else words.get("device")
-        if place is None or torch.device(place).type not in ("cuda", "cpu"):
+        device = args[0] if args and isinstance(args[0], torch.device | str) else words.get("device")
+        if device is None or torch.device(device).type not in ("cuda", "cpu"):
             return to(tensor, *args, **words)
-        args = tuple(CPU if one is place else one for one in args)
+        args = tuple(CPU if one is device else one for one in args)
         words |= {"device": CPU} if words.get("device") is not None else {}
         non_blocking = words.get("non_blocking", False) or any(one is True for one in args)
-        return moved(to(tensor, *args, **words), torch.device(place), non_blocking, before=on_gpu(tensor))
+        return moved(to(tensor, *args, **words), torch.device(device), non_blocking, before=on_gpu(tensor))
 
-    def moved(tensor: torch.Tensor, place: torch.device, non_blocking: bool, *, before: bool) -> torch.Tensor:
-        """Return `tensor` on `place`: the same if it was there before, else a copy."""
-        if before == (place.type == "cuda"):
+    def moved(tensor: torch.Tensor, device: torch.device, non_blocking: bool, *, before: bool) -> torch.Tensor:
+        """Return `tensor` on `device`: the same if it was there before, else a copy."""
+        if before == (device.type == "cuda"):
             return tensor
         if not non_blocking:
             gpu.note_host_wait()
@@ -300,11 +300,11 @@ class _Factories(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        place = kwargs.get("device")
-        if on_gpu := place is not None and torch.device(place).type == "cuda":
+        device = kwargs.get("device")
+        if on_gpu := device is not None and torch.device(device).type == "cuda":
             kwargs = kwargs | {"device": CPU}
         result = func(*args, **kwargs)
-        from_others = place is None and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs)))
+        from_others = device is None and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs)))
         if isinstance(result, torch.Tensor) and not from_others:
             self._gpu.allocate(result) if on_gpu else self._gpu.tag(result, None)
         return result
@@ -351,12 +351,12 @@ class _Operations(TorchDispatchMode):
 
 @contextmanager
 def queued(
-    patch: pytest.MonkeyPatch, *, seed: int = 0, haste: float = 0.1, seconds: float = 0.0, place: torch.device = CPU
+    patch: pytest.MonkeyPatch, *, seed: int = 0, haste: float = 0.1, seconds: float = 0.0, device: torch.device = CPU
 ) -> Iterator[EmulatedGpu]:
     """Replace CUDA's streams, events and copies inside the block; without tags norms are a CPU's, as plain torch's."""
     if torch.cuda.is_available():
         pytest.skip("the emulation's queues are for the CPU's memory")
-    gpu = EmulatedGpu(seed=seed, haste=haste, seconds=seconds, place=place)
+    gpu = EmulatedGpu(seed=seed, haste=haste, seconds=seconds, device=device)
     runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
     replaced = {
         "Stream": lambda *_, **__: Stream(gpu),
@@ -378,7 +378,7 @@ def queued(
 @contextmanager
 def emulated_gpu(patch: pytest.MonkeyPatch, **how: Any) -> Iterator[EmulatedGpu]:
     """Replace torch's CUDA device with the emulation inside the block; `how` as for `queued`."""
-    with queued(patch, place=GPU, **how) as gpu, patch.context() as inner:
+    with queued(patch, device=GPU, **how) as gpu, patch.context() as inner:
         run, backward = threading.Thread.run, torch.autograd._engine_run_backward
 
         def run_in_modes(thread: threading.Thread) -> None:

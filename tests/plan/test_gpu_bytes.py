@@ -82,7 +82,7 @@ def tracked(config: TrainConfig, source: ModelSource, *, session: bool = False) 
         module.train()
         module.summed = partial(module.summed, gpu=True)
         tokens = torch.zeros(config.train.micro_batch_size, config.data.seq_len, dtype=torch.int64)
-        parameters = without_values(module.model, dtype=torch.bfloat16, place=tokens.device, separate=not session)
+        parameters = without_values(module.model, dtype=torch.bfloat16, device=tokens.device, separate=not session)
         for uses in parameters.values():
             memory, waiting = torch.empty(uses[0].shape, dtype=torch.bfloat16), list[torch.Tensor]()
             for use in uses:

@@ -103,7 +103,7 @@ class Gradients:
         self._device, self._node = device, node = parts.device, parts.node
         self.store, self.dtype, units = store, store.dtype, parts.units
         self._kernel, device_kernel = parts.kernels
-        self._ordered = device.place.type != "cpu"  # a GPU trains and sums may be on it, so norms of sums are ordered
+        self._ordered = device.torch_device.type != "cpu"  # sums may be on a GPU, so their norms are ordered
         fits, self._device_kernel = self._ordered and self.dtype is torch.float32, None
         if fits and isinstance(device_kernel, CudaKernel) and device_kernel.adds_gradients:
             self._device_kernel = device_kernel

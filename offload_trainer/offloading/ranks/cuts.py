@@ -31,9 +31,9 @@ class Like:
     shape: torch.Size
     dtype: torch.dtype
 
-    def absent(self, place: torch.device) -> torch.Tensor:
+    def absent(self, device: torch.device) -> torch.Tensor:
         """Return NaN in this shape, without its memory."""
-        return torch.full((), torch.nan, dtype=self.dtype, device=place).expand(self.shape)
+        return torch.full((), torch.nan, dtype=self.dtype, device=device).expand(self.shape)
 
 
 class Cuts:
@@ -116,7 +116,7 @@ class Cuts:
             missing = f"{who} has not computed block {block} or its gradient"
             raise TrainerError(f"{missing}, and the run ends; {RERUN_HINT}") from error
         assert message.tolist() == [2 * block + forward, micro_batch], "ranks go through the blocks in another order"
-        values = torch.empty(like.shape, dtype=like.dtype, device=self._device.place)
+        values = torch.empty(like.shape, dtype=like.dtype, device=self._device.torch_device)
         room, *rest = self._parts(micro_batch)
         source, after = room[: values.nbytes].view(like.dtype), self._device.mark()
         self._device.copy_back(source, values.view(-1), after=after, ready=done())[0].wait()

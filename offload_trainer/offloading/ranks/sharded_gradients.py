@@ -251,7 +251,7 @@ class ShardedNorms:
         self._shares: dict[str, _Share] = {}
         count = 0
         for unit, place in places:
-            pieces = Pieces.of(place.weight.numel, ordered=parts.device.place.type != "cpu")
+            pieces = Pieces.of(place.weight.numel, ordered=parts.device.torch_device.type != "cpu")
             end = count + -(-place.weight.numel // pieces.width)
             shards = norm_parts(unit, place, width=pieces.width, rank=node.rank, ranks=node.world)
             first = count + (shards.starts.start - place.start) // pieces.width

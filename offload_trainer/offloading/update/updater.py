@@ -404,9 +404,9 @@ class Updater:
         mine = ((n, page) for n, page in enumerate(homes.pages) if homes.of_rank(n, parts.node.rank))
         routes = [route_of(n, page, homes, is_gpu=device.is_cuda) for n, page in mine]  # in the order of a forward
         if store.format.rule.matrices:
-            place = device.place if device.is_cuda else None
+            gpu = device.torch_device if device.is_cuda else None
             threads = cores_beside(device) if sizes.overlap else torch.get_num_threads()
-            made = {kernel: MatrixKernel(kernel, gpu=place, threads=threads) for kernel in kernels}  # one for a CPU
+            made = {kernel: MatrixKernel(kernel, gpu=gpu, threads=threads) for kernel in kernels}  # one for a CPU
             kernels = made[kernels[0]], made[kernels[1]]
         self._kernel, self._device_kernel, self._copy = *kernels, parts.kernels[0].copy
         pages = [self._resolved(route) for route in routes]

@@ -76,7 +76,7 @@ class WeightPrefetcher:
         weights, device = stores.weights, parts.device
         self._weights, self._fetches, self._device = weights, stores.fetches, device
         self._update_progress = stores.update_progress
-        self._placeholder = torch.full((), torch.nan, dtype=weights.dtype, device=device.place)
+        self._placeholder = torch.full((), torch.nan, dtype=weights.dtype, device=device.torch_device)
         self._inside = {
             unit.index: [_Weight(unit.index, place, parameters[place.weight.name]) for place in unit.places]
             for unit in weights.units
@@ -370,7 +370,7 @@ class WeightPrefetcher:
         self._update_progress.wait(weight.unit)
         with torch.inference_mode(False):  # the copy may be used after inference mode ends
             stored = self._weights.get(weight.unit, weight.place.start, weight.place.weight.numel)
-            return stored.to(self._device.place).view(weight.place.weight.shape)
+            return stored.to(self._device.torch_device).view(weight.place.weight.shape)
 
     def _return(self, names: set[str]) -> None:
         """End the loans of these weights: point the parameters to their ring buffer or to the placeholder."""

@@ -303,7 +303,7 @@ NAMES = [weight.name for weight in WEIGHTS]
 class OfGpu(CpuDevice):
     """A device whose norms are those of a GPU."""
 
-    place = torch.device("cuda")
+    torch_device = torch.device("cuda")
 
 
 # Elements of a norm's piece, where the sums are, and the device: each pair of them occurs.

@@ -33,7 +33,7 @@ T = TypeVar("T")
 Addressed = Sequence[tuple[int, torch.Tensor]]  # (rank, 1-D and contiguous, on the CPU)
 
 STALLED = 300  # timeout in seconds of a collective within a step
-UNANSWERED = 60  # seconds until a rank that does not answer, in a step or not, counts as lost
+UNANSWERED = 50  # seconds until a rank that does not answer, in a step or not, counts as lost
 _SETTING_UP = 86_400.0  # timeout in seconds outside steps: rank 0 may initialize a model or write a checkpoint
 _JOINING, _AGAIN = 600.0, 0.1  # timeout until all ranks have started, and polling interval, in seconds
 _ENDING = 5.0  # seconds that a process waits at its end for threads inside gloo
@@ -347,7 +347,7 @@ def group_of(members: Sequence[Sequence[int]] = (), *, in_step: bool = True, gpu
 
 
 def end_if_rank_vanishes(*, say: Callable[[str], None]) -> None:
-    """Start a thread that ends this process once another rank has not answered for a minute. Collective.
+    """Start a thread that ends this process once another rank has not answered for `UNANSWERED` seconds. Collective.
 
     Such a rank is stopped, or its machine has lost power or network. The first rank that is left prints the reason with
     `say`. The process exits immediately, because the training thread is blocked on the lost rank. If a rank has ended,

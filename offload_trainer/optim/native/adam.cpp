@@ -55,6 +55,12 @@ struct AdamStep {
     float minus_step_size;  // -lr / (1 - beta1 ^ step)
 };
 
+// Both values are computed before one is selected: a branch around either would prevent vectorisation.
+inline float root_over(float v, const Divisor& correction) {
+    const float root = std::sqrt(v), over = quotient(root, correction);
+    return root == std::numeric_limits<float>::infinity() ? root : over;
+}
+
 // Factors that decode the moments of one block.
 struct Scales {
     float exp_avg, exp_avg_sq;
@@ -62,7 +68,7 @@ struct Scales {
 
 // The same operations in the same order as the vectorised loop of torch's FusedAdamKernel.cpp.
 template <bool SCALED>
-void adam(const AdamStep& s, Scales scales, float* __restrict master, float* __restrict exp_avg,
+void adam(const AdamStep& s, const Divisor& correction, Scales scales, float* __restrict master, float* __restrict exp_avg,
           float* __restrict exp_avg_sq, const float* __restrict grad, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         const float g = grad[i];
@@ -70,7 +76,7 @@ void adam(const AdamStep& s, Scales scales, float* __restrict master, float* __r
         const float second = SCALED ? exp_avg_sq[i] * scales.exp_avg_sq : exp_avg_sq[i];
         const float m = fused(s.lerp, g - first, s.from_gradient ? g : first);
         const float v = fused(s.rest2 * g, g, second * s.beta2);
-        const float denominator = std::sqrt(v) / s.root_correction + s.eps;
+        const float denominator = root_over(v, correction) + s.eps;
         exp_avg[i] = m;
         exp_avg_sq[i] = v;
         master[i] = master[i] * s.keep + s.minus_step_size * m / denominator;
@@ -105,7 +111,8 @@ namespace {
 // Update `count` elements from `block` on, at most BLOCK. Everything is inlined: the constant length of strips is then
 // known to each loop.
 template <Type MASTERS, Type MOMENTS>
-[[gnu::flatten]] void update(const Page& page, const AdamStep& step, int64_t block, int64_t count) {
+[[gnu::flatten]] void update(const Page& page, const AdamStep& step, const Divisor& correction, int64_t block,
+                             int64_t count) {
     alignas(64) float first[BLOCK], second[BLOCK];
     alignas(64) uint32_t chances[BLOCK];
     uint8_t* const codes = static_cast<uint8_t*>(page.exp_avg) + block;
@@ -121,11 +128,11 @@ template <Type MASTERS, Type MOMENTS>
         widen(page.grad, page.grad_type, at, n, step.scale, grad);
         if (MOMENTS == F32) {
             exp_avg = static_cast<float*>(page.exp_avg) + at, exp_avg_sq = static_cast<float*>(page.exp_avg_sq) + at;
-            adam<false>(step, {}, master, exp_avg, exp_avg_sq, grad, n);
+            adam<false>(step, correction, {}, master, exp_avg, exp_avg_sq, grad, n);
         } else if (MOMENTS == BF16) {
             widen(page.exp_avg, BF16, at, n, 1.0f, exp_avg);
             widen(page.exp_avg_sq, BF16, at, n, 1.0f, exp_avg_sq);
-            adam<false>(step, {}, master, exp_avg, exp_avg_sq, grad, n);
+            adam<false>(step, correction, {}, master, exp_avg, exp_avg_sq, grad, n);
             draw(page.exp_avg_noise, at, n, chance);
             encode_bf16(exp_avg, chance, static_cast<uint16_t*>(page.exp_avg) + at, n);
             draw(page.exp_avg_sq_noise, at, n, chance);
@@ -133,7 +140,7 @@ template <Type MASTERS, Type MOMENTS>
         } else {
             look_up(page.tables->signed_values, codes + from, exp_avg, n);
             look_up(page.tables->unsigned_values, codes_sq + from, exp_avg_sq, n);
-            adam<true>(step, {*scale, *scale_sq}, master, exp_avg, exp_avg_sq, grad, n);
+            adam<true>(step, correction, {*scale, *scale_sq}, master, exp_avg, exp_avg_sq, grad, n);
         }
         if (MASTERS == BF16) {
             uint16_t* const stored = static_cast<uint16_t*>(page.master) + at;
@@ -174,11 +181,12 @@ inline int64_t pieces_of(const Part& part) { return (part.end - part.start + PIE
 template <Type MASTERS, Type MOMENTS>
 void update_piece(const Page& page, const Part* part, int64_t piece) {
     for (; piece >= pieces_of(*part); part++) piece -= pieces_of(*part);
+    const Divisor correction(part->step.root_correction);
     const int64_t start = part->start + piece * PIECE, end = std::min(start + PIECE, part->end);
     for (int64_t at = start; at < end; at += BLOCK) {
         const int64_t count = std::min(BLOCK, end - at);
         if (page.shadow) keep_old<MASTERS, MOMENTS>(page, at, count);
-        update<MASTERS, MOMENTS>(page, part->step, at, count);
+        update<MASTERS, MOMENTS>(page, part->step, correction, at, count);
     }
 }
 

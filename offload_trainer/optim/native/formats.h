@@ -89,18 +89,25 @@ inline void encode_bf16(const float* __restrict values, const uint32_t* __restri
 
 // Divide a block by its greatest magnitude, which is written to `scale`; write the quotients and their upper 16 bits.
 // Return whether that is possible: it is neither zero, infinite nor NaN. As integers the bits of magnitudes have the
-// order of the numbers, with NaN above all.
+// order of the numbers, with NaN above all. Quotients above 2^-40 are correctly rounded; smaller ones all give the same
+// code, so it only matters that they do not become 0.
 inline bool divide(const float* __restrict values, float* __restrict scale, float* __restrict to,
                    uint16_t* __restrict top, int64_t count) {
     uint32_t greatest = 0;
     for (int64_t i = 0; i < count; i++) greatest = std::max(greatest, bits(values[i]) & MAGNITUDE);
     *scale = number(greatest);
     if (greatest == 0 || greatest >= INFINITE) return false;
-    const float divisor = number(greatest);
-    for (int64_t i = 0; i < count; i++) {
-        to[i] = values[i] / divisor;
-        top[i] = uint16_t(bits(to[i]) >> 16);
-    }
+    const Divisor divisor(number(greatest));
+    if (divisor.value >= 0x1p-60f && divisor.value <= 1.0f)
+        for (int64_t i = 0; i < count; i++) {
+            to[i] = quotient(values[i], divisor);
+            top[i] = uint16_t(bits(to[i]) >> 16);
+        }
+    else
+        for (int64_t i = 0; i < count; i++) {
+            to[i] = values[i] / divisor.value;
+            top[i] = uint16_t(bits(to[i]) >> 16);
+        }
     return true;
 }
 

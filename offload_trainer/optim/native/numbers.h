@@ -1,4 +1,4 @@
-// Conversions between fp32 and the 16-bit formats.
+// Conversions between fp32 and the 16-bit formats, and a division that does not use the CPU's divider.
 #pragma once
 
 #ifdef __AVX512BF16__  // these CPUs do not slow down with 512-bit vectors, which compilers avoid by default
@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 namespace {
 
@@ -80,6 +81,22 @@ inline void narrow(const float* __restrict from, Type type, int64_t at, int64_t 
         for (int64_t i = 0; i < count; i++) half[i] = to_bf16(from[i]);
     else
         for (int64_t i = 0; i < count; i++) half[i] = to_f16(from[i]);
+}
+
+// A divisor of many numbers. `inverse` + `rest` is 1 / value to twice the precision of fp32.
+struct Divisor {
+    float value, inverse, rest;
+    explicit Divisor(float v) : value(v), inverse(1 / v), rest(float(1 / double(v) - double(inverse))) {}
+};
+
+// Return a / d, correctly rounded if d is in [2^-60, 1] and a is 0 or its magnitude is in [2^-100, 2^60]. The CPU's
+// divider is the bottleneck here, and this leaves it to divisions by varying divisors. The first two products are
+// within one last place of a / d. The remainder of that is exact in an FMA, and one correction with the rounded inverse
+// is then correctly rounded (Markstein's theorem; Muller et al., Handbook of Floating-Point Arithmetic, section 4.7).
+// For a smaller a the last places may be wrong, but not the sign, and only 0 gives 0.
+inline float quotient(float a, const Divisor& d) {
+    const float close = fused(a, d.inverse, a * d.rest);
+    return fused(fused(-close, d.value, a), d.inverse, close);
 }
 
 }  // namespace

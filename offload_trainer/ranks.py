@@ -27,7 +27,7 @@ from pydantic_core import to_json
 from torch.distributed.rendezvous import rendezvous
 
 from offload_trainer.common.errors import LOST, RERUN_HINT, STORE, PeerFailed, TrainerError, UserError
-from offload_trainer.common.safe_files import parsed, shown
+from offload_trainer.common.safe_files import parsed, quoted
 
 T = TypeVar("T")
 Addressed = Sequence[tuple[int, torch.Tensor]]  # (rank, 1-D and contiguous, on the CPU)
@@ -169,7 +169,7 @@ class Group:
         except Exception as error:
             failed = error
         code = getattr(failed, "exit_code", LOST)
-        results = self.all_gather_json([code, shown(str(failed or "")), mine], tuple[int, str, list[kind]])
+        results = self.all_gather_json([code, quoted(str(failed or "")), mine], tuple[int, str, list[kind]])
         if failed is not None:
             raise failed
         for code, message, values in results:
@@ -449,7 +449,7 @@ def _decode(data: bytes, kind: Any) -> Any:
     try:
         return parsed(data, kind)
     except ValueError as error:
-        raise TrainerError(f"another rank has told what this one cannot read: {shown(str(error))}") from error
+        raise TrainerError(f"another rank has told what this one cannot read: {quoted(str(error))}") from error
 
 
 def everybody() -> Group:

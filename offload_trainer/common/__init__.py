@@ -1,1 +1,1 @@
-"""What every layer uses: errors and their exit codes, bounded reading of files, units, standard streams, versions."""
+"""Errors and their exit codes, bounded reading of files, units, standard streams and versions, for every layer."""

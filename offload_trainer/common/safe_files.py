@@ -72,7 +72,7 @@ def read_back(path: Path, kind: type[Kind], *, fix: str, links: bool = False) ->
         return parsed(file_bytes(path, links=links), kind)
     except (FileNotFoundError, ValueError) as error:
         why = "it is not there" if isinstance(error, FileNotFoundError) else error
-        raise UserError(f"{shown(str(path))} cannot be read: {why}. {fix}") from error
+        raise UserError(f"{quoted(str(path))} cannot be read: {why}. {fix}") from error
 
 
 def file_bytes(
@@ -128,7 +128,7 @@ def open_given(path: Path) -> BinaryIO:
     try:
         return open(open_file(path, links=True), "rb", buffering=0)
     except (OSError, ValueError) as error:
-        raise UserError(f"{shown(str(path))} cannot be read: {reason(error)}") from error
+        raise UserError(f"{quoted(str(path))} cannot be read: {reason(error)}") from error
 
 
 def refuse_pipes(directory: Path) -> None:
@@ -136,11 +136,11 @@ def refuse_pipes(directory: Path) -> None:
     try:
         paths = sorted(directory.iterdir())
     except OSError as error:
-        raise UserError(f"{shown(str(directory))} cannot be read: {error.strerror}") from error
+        raise UserError(f"{quoted(str(directory))} cannot be read: {error.strerror}") from error
     for path in paths:
         # a dangling link is neither
         if os.path.exists(path) and not path.is_file() and not path.is_dir():
-            raise UserError(f"{shown(str(path))} is not a regular file; move it away")
+            raise UserError(f"{quoted(str(path))} is not a regular file; move it away")
 
 
 def parsed(text: bytes | str, kind: type[Kind]) -> Kind:
@@ -170,7 +170,7 @@ class LimitedYaml(yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
             raise self._refused("anchors and aliases (& and *) are not read: write the value where it belongs", event)
         if event.tag is not None:
-            raise self._refused(f"tags such as {shown(event.tag)} are not read", event)
+            raise self._refused(f"tags such as {quoted(event.tag)} are not read", event)
         return super().compose_node(parent, index)
 
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
@@ -211,12 +211,12 @@ def is_there(path: Path) -> bool:
         return False
     except OSError as error:
         raise UserError(
-            f"{shown(str(path))} cannot be read: {error.strerror}. Let it be read, or move it away"
+            f"{quoted(str(path))} cannot be read: {error.strerror}. Let it be read, or move it away"
         ) from error
     return True
 
 
-def shown(value: Any) -> str:
+def quoted(value: Any) -> str:
     """Return a value from a file in a form safe for messages: one line, at most 300 characters, no control codes."""
     text = value if isinstance(value, str) and value.isprintable() else repr(value)
     return text if len(text) <= 300 else f"{text[:300]}..."
@@ -225,7 +225,7 @@ def shown(value: Any) -> str:
 def one_line(error: Exception) -> str:
     """Return a library's error message on one line, safe for messages."""
     words = " ".join(str(error).split())[:400]
-    return shown(words) if words else type(error).__name__
+    return quoted(words) if words else type(error).__name__
 
 
 @functools.cache
@@ -237,10 +237,10 @@ def _complaint(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return f"it is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
-    where = shown(".".join(str(part) for part in first["loc"] if part != "[key]")) or "it"
+    where = quoted(".".join(str(part) for part in first["loc"] if part != "[key]")) or "it"
     if first["type"] == "missing":
         return f"{where} is missing"
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{where} is not known to this version"
     wanted = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    return f"{where} should be {wanted}, and is {shown(repr(first['input']))}"
+    return f"{where} should be {wanted}, and is {quoted(repr(first['input']))}"

@@ -356,7 +356,7 @@ class AnswerEncoder:
 
     @cached_property
     def _argument_forms(self) -> tuple[bool, bool]:
-        """Whether the template prints arguments as text, and as objects.
+        """Return whether the template prints arguments as text, and as objects.
 
         One that expects objects fails or quotes text; one that expects text fails or prints objects as Python does.
         """

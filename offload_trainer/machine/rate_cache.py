@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from offload_trainer.common.errors import UserError
-from offload_trainer.common.safe_files import Count, Kind, as_kind, file_bytes, is_there, parsed, shown
+from offload_trainer.common.safe_files import Count, Kind, as_kind, file_bytes, is_there, parsed, quoted
 from offload_trainer.common.stdio import write_now
 from offload_trainer.plan.machine import DriveFacts, DriveRates, Links, MachineProfile, Rates
 from offload_trainer.storage.atomic_io import make_directories, write_text
@@ -101,7 +101,7 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
         try:
             return as_kind(stored[key], kind) if key in stored else None
         except ValueError as error:
-            notes.append(f"{file}, {shown(key)}: {error}; its speed is not known until it is timed again (bench)")
+            notes.append(f"{file}, {quoted(key)}: {error}; its speed is not known until it is timed again (bench)")
             return None
 
     try:

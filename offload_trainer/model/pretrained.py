@@ -26,9 +26,9 @@ from offload_trainer.common.safe_files import (
     is_there,
     lenient_record,
     one_line,
+    quoted,
     read_back,
     refuse_pipes,
-    shown,
 )
 from offload_trainer.model.init_weights import NamedTensor, first_names, meta_model, tied_names
 from offload_trainer.storage.tensorfile import TensorFileReader, describe_invalid_values
@@ -146,7 +146,7 @@ def refuse_endless(values: Mapping[Any, Any], where: str) -> None:
         if isinstance(value, Mapping):
             refuse_endless(value, where)
         elif str(key).endswith(("layer", "layers")) and isinstance(value, int) and value > _MOST_LAYERS:
-            raise UserError(f"{where}: {shown(str(key))} is {value}, and at most {_MOST_LAYERS} layers are planned")
+            raise UserError(f"{where}: {quoted(str(key))} is {value}, and at most {_MOST_LAYERS} layers are planned")
 
 
 def _kinds(rules: Sequence[Any]) -> tuple[list[Any], list[WeightConverter]]:
@@ -192,7 +192,7 @@ def checkpoint_files(directory: Path, named: Any = None) -> list[Path]:
     """
     outside = not isinstance(named, str) or Path(named).is_absolute() or ".." in Path(named).parts
     if named is not None and (outside or not named.isprintable()):
-        raise UserError(f"{directory}: config.json's transformers_weights is {shown(str(named))}, no file in there")
+        raise UserError(f"{directory}: config.json's transformers_weights is {quoted(str(named))}, no file in there")
     for name in (named,) if named else (SINGLE, INDEX):
         path = directory / name
         if not is_there(path):
@@ -284,7 +284,7 @@ def opened_weights(directory: Path, model: PreTrainedModel) -> Iterator[OpenedWe
             notes.append(f"weights: from {SINGLE}, as in transformers; the shards of {INDEX} are not read")
         if unused:
             more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
-            listing = ", ".join(shown(key) for key in unused[:_NAMED])
+            listing = ", ".join(quoted(key) for key in unused[:_NAMED])
             notes.append(
                 f"weights: {len(unused)} tensors have no place in {type(model).__name__} and are not read, as in "
                 f"transformers, nor exported: {listing}{more}"

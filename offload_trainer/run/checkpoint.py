@@ -22,7 +22,7 @@ import torch
 
 from offload_trainer import __version__
 from offload_trainer.common.errors import LOST, RERUN_HINT, TrainerError, UserError, reason
-from offload_trainer.common.safe_files import Count, Steps, exact_record, lenient_record, read_back, shown
+from offload_trainer.common.safe_files import Count, Steps, exact_record, lenient_record, quoted, read_back
 from offload_trainer.common.units import format_bytes, format_seconds
 from offload_trainer.config import OptimSection
 from offload_trainer.engine.protocol import Engine, Snapshot
@@ -309,7 +309,7 @@ def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any
     """Return one line per setting of `STEERING` that differs, but for the steps of a run by epochs."""
     by_epochs = now.get("train", {}).get("epochs", "auto") != "auto"
     return [
-        f"{section}.{key} is {now[section].get(key)}; {name} was saved with {shown(then[key])}"
+        f"{section}.{key} is {now[section].get(key)}; {name} was saved with {quoted(then[key])}"
         for section, keys in STEERING.items()
         for then in [before.get(section, {})]
         for key in keys

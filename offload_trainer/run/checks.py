@@ -22,7 +22,7 @@ import torch
 
 from offload_trainer import __version__
 from offload_trainer.common.errors import PeerFailed, UserError
-from offload_trainer.common.safe_files import is_there, shown
+from offload_trainer.common.safe_files import is_there, quoted
 from offload_trainer.data.run_data import UNKNOWN_IDENTITY, check_data
 from offload_trainer.optim.cpu_units import has_native_16bit
 from offload_trainer.plan.machine import MachineProfile
@@ -113,7 +113,7 @@ def refuse_other_data(identity: Mapping[str, Any], layout: Mapping[str, Any]) ->
 def _refuse_different(mine: Mapping[str, Any], *, fix: str) -> None:
     first, *others = all_gather_json(dict(mine))
     lines = [
-        f"  {shown(key)}: rank {rank} has {shown(its.get(key))}, rank 0 {shown(first.get(key))}"
+        f"  {quoted(key)}: rank {rank} has {quoted(its.get(key))}, rank 0 {quoted(first.get(key))}"
         for rank, its in enumerate(others, 1)
         for key in {**first, **its}
         if first.get(key) != its.get(key)

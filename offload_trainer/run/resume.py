@@ -17,7 +17,7 @@ from shlex import quote
 from typing import Any
 
 from offload_trainer.common.errors import RERUN_HINT, TrainerError, UserError
-from offload_trainer.common.safe_files import Count, as_kind, lenient_record, read_back, shown
+from offload_trainer.common.safe_files import Count, as_kind, lenient_record, quoted, read_back
 from offload_trainer.config import SaveSection
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.engine.tiered import TieredEngine
@@ -279,7 +279,7 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], manifest: StoreMani
         raise ValueError(f"{folders[0] / MADE} is of another run: {'; '.join(others[:5])}")
     expected = [scratch_dir.root_of(drive).resolve() for drive in setup.drives]
     if [folder.parent.resolve() for folder in folders] != expected:
-        raise ValueError(f"they are in {shown(', '.join(manifest.drives))}, and --nvme names other directories")
+        raise ValueError(f"they are in {quoted(', '.join(manifest.drives))}, and --nvme names other directories")
     table = PageTable(layouts.homes(plan.placement, plan.sizes).pages, plan.work.state)
     ours = manifest_of(folders, layouts.units, table, model=setup.output / "model", run=manifest.run)
     differ = [one.name for one in fields(ours) if getattr(ours, one.name) != getattr(manifest, one.name)]

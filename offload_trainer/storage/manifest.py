@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from offload_trainer.common.errors import UserError
-from offload_trainer.common.safe_files import Count, FileName, Steps, as_kind, lenient_record, read_back, shown
+from offload_trainer.common.safe_files import Count, FileName, Steps, as_kind, lenient_record, quoted, read_back
 from offload_trainer.storage.atomic_io import StoredFile, crc32_of
 
 FORMAT = 2
@@ -95,7 +95,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         keys = [key for key in keys if key not in _TEXT]
         before, after = saved.get("tokens"), now.get("tokens")
         same = f"as many tokens ({after}), but not the same"
-        sizes = same if before == after else f"{shown(before)} tokens, now {after}"
+        sizes = same if before == after else f"{quoted(before)} tokens, now {after}"
         lines.append(f"the text of --data is another, or has changed since: {sizes}")
     if (text := "validation text") in keys:
         keys.remove(text)
@@ -103,8 +103,8 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             "the text of --validation-data is another, or has changed since; or only one of the two has such a text"
         )
     for key in keys:
-        its, ours = (shown(side[key]) if key in side else "none" for side in (saved, now))
-        lines.append(f"{shown(key)}: it has {its}, this run {ours}")
+        its, ours = (quoted(side[key]) if key in side else "none" for side in (saved, now))
+        lines.append(f"{quoted(key)}: it has {its}, this run {ours}")
     return lines
 
 

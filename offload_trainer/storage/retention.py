@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from offload_trainer.common.errors import TrainerError, UserError
-from offload_trainer.common.safe_files import file_bytes, is_there, parsed, shown
+from offload_trainer.common.safe_files import file_bytes, is_there, parsed, quoted
 from offload_trainer.storage.atomic_io import bytes_below
 from offload_trainer.storage.locks import NoLocks, open_lock, try_lock
 from offload_trainer.storage.manifest import MANIFEST, Manifest
@@ -56,7 +56,7 @@ def find_resume(setting: str, *, output: Path) -> Path | None:
     for place in (output / "checkpoints", output, *output.parents):
         if os.path.islink(place) and not os.path.exists(place):
             raise UserError(
-                f"{place} is a link to {shown(os.readlink(place))}, which does not exist: is its drive not mounted? "
+                f"{place} is a link to {quoted(os.readlink(place))}, which does not exist: is its drive not mounted? "
                 "Mount it; to start from step 0, remove the link or name another --output"
             )
     if setting == "never":
@@ -124,7 +124,7 @@ def _why_kept(directory: Path, *, step: int) -> str:
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
         if (path.is_symlink() or not path.is_dir()) and name != MANIFEST and name not in manifest.files:
-            return f"{shown(name)} in it is not the checkpoint's"
+            return f"{quoted(name)} in it is not the checkpoint's"
     return ""
 
 

@@ -11,7 +11,7 @@ import pytest
 from synthetic_checkpoints import save
 
 from offload_trainer.common.errors import UserError
-from offload_trainer.common.safe_files import file_bytes, parsed, read_back, shown
+from offload_trainer.common.safe_files import file_bytes, parsed, quoted, read_back
 from offload_trainer.machine import rate_cache
 from offload_trainer.model.pretrained import checkpoint_files
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, Rate, Rates, read_machine
@@ -44,7 +44,7 @@ def test_json_of_another_type_and_names_outside_are_refused_in_one_line() -> Non
         told = {"format": 2, "step": 1, "identity": {}, "layout": {}, "files": files}
         with pytest.raises(ValueError, match="the name of a file"):
             parsed(json.dumps(told), Manifest)
-        assert shown(name).isprintable()
+        assert quoted(name).isprintable()
 
 
 def test_pipes_and_links_are_refused_without_blocking(tmp_path: Path) -> None:

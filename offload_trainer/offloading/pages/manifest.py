@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from offload_trainer.common.errors import UserError
-from offload_trainer.common.safe_files import Count, Line, Steps, exact_record, file_bytes, parsed, read_back, shown
+from offload_trainer.common.safe_files import Count, Line, Steps, exact_record, file_bytes, parsed, quoted, read_back
 from offload_trainer.offloading.pages.store import PageStore, PageTable
 from offload_trainer.optim.state_files import EngineState, FormatName, RuleName
 from offload_trainer.plan.tiered.layout import Page, Unit
@@ -193,9 +193,11 @@ def refuse_outside(directory: Path, manifest: StoreManifest) -> None:
     for drive in map(Path, manifest.drives):
         path = drive / DESCRIPTION
         if not path.is_file() or path.stat().st_size != len(ours) or file_bytes(path) != ours:
-            raise ValueError(f"{shown(str(drive))} is not one of its run's directories: it holds no such {DESCRIPTION}")
+            raise ValueError(
+                f"{quoted(str(drive))} is not one of its run's directories: it holds no such {DESCRIPTION}"
+            )
     if directory.resolve() not in [Path(drive).resolve() for drive in manifest.drives]:
-        raise ValueError(f"{directory / DESCRIPTION} is of the run in {shown(', '.join(manifest.drives))}")
+        raise ValueError(f"{directory / DESCRIPTION} is of the run in {quoted(', '.join(manifest.drives))}")
 
 
 def files_of(manifest: StoreManifest) -> list[Path]:
@@ -206,7 +208,7 @@ def files_of(manifest: StoreManifest) -> list[Path]:
     for home, file in enumerate(files):
         need = 2 * size_of_home(table.sizes, table.homes, home)
         if need and (not file.is_file() or file.stat().st_size < need):
-            raise ValueError(f"{shown(str(file))} is not there, or is shorter than its {need} bytes")
+            raise ValueError(f"{quoted(str(file))} is not there, or is shorter than its {need} bytes")
     return files
 
 

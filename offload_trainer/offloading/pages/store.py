@@ -38,7 +38,7 @@ class DamagedPage(TrainerError):
 
 
 class PageTable:
-    """Where the pages of a node and their fields are. A page's fields follow each other, masters first."""
+    """The places of a node's pages and of their fields. A page's fields follow each other, masters first."""
 
     def __init__(self, pages: Sequence[Page], format: StateFormat) -> None:
         self.pages, self.format = tuple(pages), format

@@ -32,8 +32,8 @@ from offload_trainer.common.safe_files import (
     lenient_record,
     open_file,
     open_given,
+    quoted,
     read_back,
-    shown,
 )
 from offload_trainer.config import TrainConfig
 from offload_trainer.data.run_data import UNKNOWN_IDENTITY
@@ -350,11 +350,11 @@ def _load_pickle(source: Path | bytes, *, told: str | None = None) -> Any:
     except Exception as error:  # a damaged pickle may raise anything
         if named := re.search(r"GLOBAL ([\w.]+)", str(error)):
             raise UserError(
-                f"{told} holds a {shown(named[1])}, and an import reads tensors and plain data only: save the "
+                f"{told} holds a {quoted(named[1])}, and an import reads tensors and plain data only: save the "
                 "checkpoint without that object"
             ) from error
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"{told} cannot be read as a file of torch.save: {shown(why)}") from error
+        raise UserError(f"{told} cannot be read as a file of torch.save: {quoted(why)}") from error
 
 
 class _Record:
@@ -515,14 +515,14 @@ class _Stored:
                 if getattr(place, "transform_descriptors", None):
                     raise UserError(f"{path}: its files are compressed, which is not read: save it without extensions")
                 if Path(place.relative_path).name != place.relative_path:
-                    raise UserError(f"{path} names {shown(place.relative_path)}, which lies outside the directory")
+                    raise UserError(f"{path} names {quoted(place.relative_path)}, which lies outside the directory")
                 offsets = tuple(getattr(index, "offset", None) or ())
                 chunk = _Chunk(offsets, directory / place.relative_path, place.offset, place.length)
                 self.chunks.setdefault(index.fqn, []).append(chunk)
         except UserError:
             raise
         except Exception as error:  # a damaged pickle may raise anything
-            raise UserError(f"{path} cannot be read: {shown(str(error).strip() or type(error).__name__)}") from error
+            raise UserError(f"{path} cannot be read: {quoted(str(error).strip() or type(error).__name__)}") from error
 
 
 def _read_distributed(source: Path, directories: Sequence[Path]) -> ForeignState:
@@ -535,7 +535,7 @@ def _read_distributed(source: Path, directories: Sequence[Path]) -> ForeignState
         stored.add(directory)
     found = {match["name"]: match["optimizer"] for key in stored.shapes if (match := _MOMENT.fullmatch(key))}
     if not found:
-        names = ", ".join(map(shown, sorted(stored.chunks)[:5])) or "nothing"
+        names = ", ".join(map(quoted, sorted(stored.chunks)[:5])) or "nothing"
         raise UserError(
             f"{told}: holds no moments of Adam, named such as optim.state.NAME.exp_avg; it holds {names}. Save it with "
             "get_state_dict of torch.distributed.checkpoint.state_dict, model and optimizer"

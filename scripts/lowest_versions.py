@@ -31,7 +31,6 @@ TESTS = (
     "tests/offload/test_against_torch.py",
     "tests/house/test_packages.py::test_a_whole_run_without_the_optional_ones",  # train, resume, export
     "tests/export/test_export.py::test_round_trip",  # load and save, as transformers does
-    "tests/optim/test_moments.py::test_8_bit_is_bitsandbytes",
     "tests/run/test_telemetry.py",
     "tests/data/test_data_sources.py",  # tables through pyarrow
     "tests/library/test_hf.py",

@@ -33,7 +33,7 @@ from offload_trainer.optim.cross_entropy import cross_entropy
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange
 from offload_trainer.optim.kernels import CpuKernel, choose_kernel
-from offload_trainer.optim.moments import Noise, stored_field
+from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.muon import Products, orthogonalised
 from offload_trainer.optim.norms import Pieces
 from offload_trainer.optim.rules import AdamW
@@ -53,7 +53,7 @@ from offload_trainer.plan.machine import (
 from offload_trainer.plan.shape import loss_pieces
 from offload_trainer.plan.step_time import RATE, products_of
 from offload_trainer.plan.tiered.layout import Page
-from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, MOMENTS, StateFormat
+from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, StateFormat
 from offload_trainer.plan.tiers import RAM
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.owned_dirs import scratch
@@ -306,8 +306,6 @@ def make_pages(elements: int, *, page: int, format: StateFormat, device: str = "
         for values, field in ((master, fields["master"]), (gradient, grad)):
             for part in field.split(_PATTERN):
                 part.copy_(values[: part.numel()])
-        for moment in MOMENTS:
-            stored_field(moment, fields).start_at_zero()
         there = {name: field.to(device) for name, field in fields.items()}
         start = table.pages[number].start
         pages.append(PageUpdate(there, grad.to(device), out.to(device), [], format, 0.7, None, first=start))

@@ -17,12 +17,12 @@ from offload_trainer.common.errors import TrainerError
 from offload_trainer.optim.kernel_api import PageUpdate
 from offload_trainer.optim.kernel_cache import private_directory
 from offload_trainer.optim.kernels import matches_bitwise
-from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
+from offload_trainer.optim.moments import Bits
 from offload_trainer.optim.norms import norm_of, square_root
 from offload_trainer.optim.rules import AdamStep, step_constants
 from offload_trainer.plan.communication import piece_width
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
-from offload_trainer.plan.tiered.state_formats import KINDS, MOMENTS, scales_of
+from offload_trainer.plan.tiered.state_formats import EXP_AVG, KINDS, MASTER, MOMENTS, scales_of
 from offload_trainer.storage.tensorfile import DTYPES
 
 _PARTS = 64  # parts of a launch, and one that marks the end; a power of two
@@ -46,7 +46,7 @@ class _Table(ctypes.Structure):
         ("apart", ctypes.c_int32),  # fp32 words from a page's state to the next page's
         ("elements", ctypes.c_int32),  # of each page
         ("begin", ctypes.c_int32),  # start of the first part
-        ("keys", (ctypes.c_uint32 * 2) * len(KINDS)),  # keys of the random bits
+        ("keys", (ctypes.c_uint32 * 2) * 2),  # of the random bits for masters and second moments, and for first moments
         ("part", _Part * _PARTS),  # in elements of all pages, ascending
     )
 
@@ -80,8 +80,6 @@ class CudaKernel:
             ) from error
         self.device, self.version, self._rows = device, triton.__version__, rows
         self._function, self._add, self._lanes = triton_adam.adamw, triton_adam.add_gradient, 64 * rows
-        tables = (dynamic_map(True), dynamic_map(False), nearest_table(), lower_table(), cells())
-        self._tables = [table.to(device) for table in tables]
 
     def update_page(self, page: PageUpdate) -> None:
         self._check(page)
@@ -89,7 +87,7 @@ class CudaKernel:
         assert page.noise is not None or not page.format.stochastic
         master = fields["master"]
         table = _Table(apart=_apart(master) // 4, elements=master.shape[-1])
-        for keys, kind in zip(table.keys, KINDS, strict=True):
+        for keys, kind in zip(table.keys, (MASTER, EXP_AVG), strict=True):
             bits = page.bits(kind) or Bits()
             table.first, keys[:] = bits.first, bits.keys
         names = [*KINDS, *(scales_of(moment) for moment in MOMENTS)]
@@ -110,7 +108,7 @@ class CudaKernel:
         with torch.cuda.device_of(numbers):
             sizes = constants(whole=end % BLOCK_8BIT == 0, rows=self._rows)
             launch = self._function[(-(-blocks // self._rows),)]
-            launch(numbers, *given, *self._tables, **sizes, num_warps=4, enable_fp_fusion=False)
+            launch(numbers, *given, **sizes, num_warps=4, enable_fp_fusion=False)
 
     def add_gradient(self, sums: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
         """Add `values` to `sums` (fp32), both 1-D on the device, and return the new sums' ordered norm (0-dim)."""

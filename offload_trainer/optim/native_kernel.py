@@ -4,7 +4,6 @@ All results equal those of torch's operations bit for bit.
 """
 
 import ctypes
-import functools
 from typing import NamedTuple
 
 import torch
@@ -12,10 +11,10 @@ import torch
 from offload_trainer.common.errors import TrainerError
 from offload_trainer.optim.kernel_api import PageUpdate, Sum, zlib_sum
 from offload_trainer.optim.kernel_cache import FLAGS, SOURCE, built
-from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
+from offload_trainer.optim.moments import Bits
 from offload_trainer.optim.norms import Pieces
 from offload_trainer.optim.rules import TYPES, AdamStep, Muon, fields_of, step_constants
-from offload_trainer.plan.tiered.state_formats import KINDS
+from offload_trainer.plan.tiered.state_formats import EXP_AVG, MASTER
 
 _POINTER, _SIZE, _NUMBER, _CHOICE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
 
@@ -73,8 +72,8 @@ class NativeKernel:
             grad_type=TYPES[grad.dtype],
             out_type=TYPES[None if out is None else out.dtype],
             shadow=0 if page.shadow is None else page.shadow.data_ptr() - fields["master"].data_ptr(),
-            tables=ctypes.pointer(_tables()[0]) if page.format.moments.block else None,
-            **{f"{kind}_noise": page.bits(kind) or Bits() for kind in KINDS},
+            noise=page.bits(MASTER) or Bits(),  # second moments take the upper halves
+            exp_avg_noise=page.bits(EXP_AVG) or Bits(),
         )
         found = [
             _Part(part.start, part.end, step_constants(part.hyper, scale=page.scale, step=part.step))
@@ -143,15 +142,10 @@ class _Part(ctypes.Structure):  # adam.cpp
     _fields_ = (("start", _SIZE), ("end", _SIZE), ("step", AdamStep))
 
 
-class _Tables(ctypes.Structure):  # formats.h
-    _fields_ = fields_of(_POINTER, "unsigned_values", "signed_values", "nearest", "lower", "cells")
-
-
 class _Page(ctypes.Structure):  # adam.cpp
     _fields_ = (
         *fields_of(_POINTER, "master", "exp_avg", "exp_avg_sq", "exp_avg_scales", "exp_avg_sq_scales", "grad", "out"),
-        ("tables", ctypes.POINTER(_Tables)),
-        *fields_of(Bits, "master_noise", "exp_avg_noise", "exp_avg_sq_noise"),
+        *fields_of(Bits, "noise", "exp_avg_noise"),
         *fields_of(_CHOICE, "masters", "moments", "grad_type", "out_type"),
         ("shadow", _SIZE),
     )
@@ -164,14 +158,3 @@ class _Addition(ctypes.Structure):  # gradients.h
         ("results", _POINTER),
         *fields_of(_CHOICE, "sums_type", "values_type", "first", "lanes", "group"),
     )
-
-
-@functools.cache
-def _tables() -> tuple[_Tables, tuple[torch.Tensor, ...]]:
-    """Return the tables of the 8-bit format, and the tensors that own their memory."""
-    steps = cells() * torch.tensor([1.0, 2.0**-16])
-    steps[0, 1] = 0.0
-    nearest = torch.zeros(2, 2**15, dtype=torch.int32)  # indexed by the upper 16 bits, which include the sign
-    nearest[:, :0x3F81] = nearest_table()
-    kept = dynamic_map(False), dynamic_map(True), nearest, lower_table(), steps
-    return _Tables(*(tensor.data_ptr() for tensor in kept)), kept

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 # The table that cuda_adam.py's `_Table` describes, in words of 32 bits.
-_APART, _ELEMENTS, _BEGIN, _KEYS, _HEADER = map(tl.constexpr, (2, 3, 4, 5, 11))
+_APART, _ELEMENTS, _BEGIN, _KEYS, _HEADER = map(tl.constexpr, (2, 3, 4, 5, 9))
 _WORDS = tl.constexpr(11)  # of a part: start, end, and the constants of its step
 _INFINITE = tl.constexpr(0x7F800000)  # the bits of fp32 infinity; the magnitude of a NaN is larger
 
@@ -27,11 +27,6 @@ def adamw(
     second_scales,
     grad,  # fp32, fp16 or int16 (bf16); without gaps between pages
     out,  # as `grad`, or None
-    signed_map,  # the values of the 256 codes (moments.py)
-    unsigned_map,
-    nearest,  # moments.py, nearest_table()
-    lower,  # moments.py, lower_table()
-    cells,  # moments.py, cells()
     WHOLE: tl.constexpr,  # all parts end at the end of a row
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -61,8 +56,10 @@ def adamw(
         m, v = _widened(stored_m), _widened(stored_v)
     else:
         scale = page + within // COLUMNS
-        m = tl.load(signed_map + stored_m) * tl.load(first_scales + scale, mask=used, other=0)[:, None]
-        v = tl.load(unsigned_map + stored_v) * tl.load(second_scales + scale, mask=used, other=0)[:, None]
+        m = _share(stored_m.to(tl.int8, bitcast=True).to(tl.float32), 127)
+        v = _share(stored_v.to(tl.float32) + (stored_v != 0).to(tl.float32), 256)
+        m *= tl.load(first_scales + scale, mask=used, other=0)[:, None]
+        v *= tl.load(second_scales + scale, mask=used, other=0)[:, None]
 
     # The same operations in the same order as adam.cpp's `adam`.
     start = tl.where(tl.load(part + 3) != 0, g, m)
@@ -72,10 +69,11 @@ def adamw(
     w = w * _constant(part, 1) + tl.div_rn(_constant(part, 8) * m, denominator)
 
     element = tl.load(table.to(tl.pointer_type(tl.int64))) + flat
+    random = _random_bits(table + _KEYS, element)  # for masters and, in the upper halves, second moments
     if master.dtype.element_ty == tl.float32:
         tl.store(master + wide, w, mask=mask)
     else:
-        stored_w = _cut_bf16(w, _random_bits(table + _KEYS, element))
+        stored_w = _cut_bf16(w, random & 0xFFFF)
         tl.store(master + wide, stored_w, mask=mask)
         w = _widened(stored_w)
     if out is not None:
@@ -84,16 +82,19 @@ def adamw(
         tl.store(first_moments + narrow, m, mask=mask)
         tl.store(second_moments + narrow, v, mask=mask)
     else:
-        noise = _random_bits(table + _KEYS + 4, element)
+        upper = random >> 16 & 0xFFFF
         if first_scales is None:
-            m, v = _cut_bf16(m, _random_bits(table + _KEYS + 2, element)), _cut_bf16(v, noise)
+            m, v = _cut_bf16(m, _random_bits(table + _KEYS + 2, element) & 0xFFFF), _cut_bf16(v, upper)
         else:
-            m, v = tl.where(mask, m, 0.0), tl.where(mask, v, 0.0)
-            m, greatest_m = _scaled(m)
-            v, greatest_v = _scaled(v)
+            cubes_m, greatest_m = _cubes(tl.where(mask, m, 0.0), 127)
+            cubes_v, greatest_v = _cubes(tl.where(mask, v, 0.0), 256)
             tl.store(first_scales + scale, greatest_m, mask=used)
             tl.store(second_scales + scale, greatest_v, mask=used)
-            m, v = _nearest_code(nearest, m), _code_stochastically(lower, cells, v, noise)
+            root = _whole_root(cubes_m, 0.5)
+            m = tl.where(m < 0, -root, root).to(tl.int8).to(tl.uint8, bitcast=True)
+            # Only zero is a second moment of zero.
+            root = tl.maximum(_whole_root(cubes_v, (upper * 2 + 1).to(tl.float32) * 0.00000762939453125), 2)  # 2^-17
+            v = tl.where((v > 0) & (greatest_v < float("inf"))[:, None], root - 1, 0).to(tl.uint8)
         tl.store(first_moments + narrow, m, mask=mask)
         tl.store(second_moments + narrow, v, mask=mask)
 
@@ -175,39 +176,41 @@ def _cut_bf16(values, below):
 
 @triton.jit
 def _random_bits(keys, element):
-    """Return 16 random bits for each element of a unit (moments.py, random_bits)."""
+    """Return 32 random bits for each element of a unit (moments.py, random_bits)."""
     first, second = tl.load(keys).to(tl.uint32, bitcast=True), tl.load(keys + 1).to(tl.uint32, bitcast=True)
     x = element.to(tl.uint32) + first
     x = (x ^ x >> 16) * 0x7FEB352D + second + (element >> 32).to(tl.uint32) * 0x9E3779B9
     x = (x ^ x >> 15) * 0x846CA68B
-    return ((x ^ x >> 16) & 0xFFFF).to(tl.int32)
+    return (x ^ x >> 16).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _scaled(values):
-    """Return the values divided by the greatest magnitude of each row, and that; 0 if it is 0, infinite or NaN."""
+def _share(root, ROOT: tl.constexpr):
+    """Return the share of its block's greatest magnitude that an 8-bit code with this root stands for (moments.py)."""
+    return root * root * root * (1.0 / (ROOT * ROOT * ROOT))
+
+
+@triton.jit
+def _cubes(values, ROOT: tl.constexpr):
+    """Return the shares of magnitudes in the greatest one of their row, times ROOT^3, and that.
+
+    They are 0 if the greatest magnitude is 0, infinite or NaN.
+    """
     # As integers the bits of magnitudes have the order of the numbers, with NaN above all.
     greatest = tl.max(_bits(values) & 0x7FFFFFFF, axis=1)
     usable = (greatest != 0) & (greatest < _INFINITE)
-    divisor = _number(tl.where(usable, greatest, 0x3F800000))[:, None]
-    return tl.where(usable[:, None], tl.div_rn(values, divisor), 0.0), _number(greatest)
+    power = _number(254 - tl.minimum(tl.maximum(greatest >> 23, 1), 253) << 23)
+    factor = tl.div_rn(ROOT * ROOT * ROOT * 1.0, tl.where(usable, _number(greatest) * power, 1.0))
+    cubes = tl.abs(values) * power[:, None] * factor[:, None]
+    return tl.where(usable[:, None], cubes, 0.0), _number(greatest)
 
 
 @triton.jit
-def _nearest_code(nearest, scaled):
-    words = _bits(scaled)
-    negative = (words < 0).to(tl.int32)
-    entry = tl.load(nearest + negative * 0x3F81 + (words >> 16 & 0x7FFF))
-    return (entry + (words & 0xFFFF) >> 16 ^ -negative).to(tl.uint8)
-
-
-@triton.jit
-def _code_stochastically(lower, cells, scaled, noise):
-    words = _bits(scaled)
-    # `scaled` is in [0, 1] unless data is damaged.
-    top = tl.minimum((words >> 16) & 0xFFFF, 0x3F80)
-    code = (tl.load(lower + top) + (words & 0xFFFF)) >> 16 & 0xFF
-    threshold = (noise * 2 + 1).to(tl.float32) * 0.00000762939453125  # 2^-17
-    above = scaled - tl.load(cells + 2 * code) > threshold * tl.load(cells + 2 * code + 1)
-    chosen = code + above.to(tl.int32)
-    return (chosen | ((chosen == 0) & (scaled > 0)).to(tl.int32)).to(tl.uint8)
+def _whole_root(cubes, chance):
+    """Return one of the two whole roots next to that of each cube (moments.py, _whole_root)."""
+    near = tl.floor(tl.exp2(tl.log2(cubes) * 0.3333333333333333) + 0.5)
+    past = cubes - near * near * near
+    below = past < 0
+    way = 3 * near * near + 1 + tl.where(below, -3 * near, 3 * near)
+    past = tl.where(below, past + way, past)
+    return near.to(tl.int32) - below.to(tl.int32) + (past > chance * way).to(tl.int32)

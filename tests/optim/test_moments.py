@@ -1,4 +1,4 @@
-"""Tests of masters in 16 bits and moments in 16 and 8: bitsandbytes' format, and unbiased rounding."""
+"""Tests of masters in 16 bits and moments in 16 and 8: the values of codes, and unbiased rounding."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from offload_trainer.optim import moments
 from offload_trainer.optim.moments import Bits, Noise, StoredField, random_bits
 from offload_trainer.optim.state_files import StoredKind
+from offload_trainer.plan.tiered.state_formats import MOMENTS
 
 
 def values(n: int, *, signed: bool) -> torch.Tensor:
@@ -33,30 +34,25 @@ def encoded(
     return codes, absmax, stored.read()
 
 
-@pytest.mark.parametrize("signed", [True, False])
-def test_8_bit_is_bitsandbytes(signed: bool) -> None:
-    functional = pytest.importorskip("bitsandbytes").functional
+def shares(*, signed: bool) -> torch.Tensor:
+    """Return the shares of a block's greatest magnitude that codes stand for, ascending (fp64)."""
+    roots, greatest = (range(-127, 128), 127) if signed else ([0, *range(2, 257)], 256)
+    return (torch.tensor(roots).double() / greatest) ** 3
 
-    table = functional.create_dynamic_map(signed=signed)
-    assert torch.equal(moments.dynamic_map(signed), table)
-    x = values(20_013, signed=signed)
-    x[512:768] = x[1024:1536] = 0.5  # bitsandbytes guarantees nothing for blocks that are zero or not finite
-    # It finds the nearest code of a double by trying all. Its CPU kernel for floats does not: zero becomes 2e-5, for
-    # example.
-    theirs, scales = torch.ops.bitsandbytes.quantize_blockwise.default(x.double(), table, 256)
-    codes, absmax, back = encoded(x, signed=signed)
-    assert torch.equal(absmax, scales)
-    # The one difference: bitsandbytes takes the nearest code, which may be zero for a value that is not.
-    if not signed:
-        theirs[(theirs == 0) & (x > 0)] = 1
-    # It multiplies by 1 / absmax, so a value in the middle, up to fp32's last places, may be rounded either way.
-    other = theirs != codes
-    assert other.sum() < 5
-    scaled = x / absmax.repeat_interleave(256)[: x.numel()]
-    near, far = ((table[c.long()] - scaled).abs()[other] for c in (codes, theirs))
-    assert ((far - near).abs() < 1e-6 * scaled[other].abs()).all()
-    again = functional.dequantize_blockwise(codes, absmax=absmax, code=table, blocksize=256)
-    assert torch.equal(back, again)
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_nearest_code_is_found(signed: bool) -> None:
+    x, table = values(20_013, signed=signed), shares(signed=signed)
+    x[1024:1536] = 0.5  # blocks that are not finite have a test of their own
+    codes, scales, back = encoded(x, signed=signed)
+    greatest = torch.nn.functional.pad(x.abs(), (0, -len(x) % 256)).view(-1, 256).amax(1)
+    assert torch.equal(scales, greatest)
+    each = greatest.double().repeat_interleave(256)[: len(x)]
+    numbers = codes.view(torch.int8).long() + 127 if signed else codes.long()
+    assert torch.allclose(back.double(), table[numbers] * each, rtol=3e-7, atol=1e-44)
+    off = (x[:, None] - table * each[:, None]).abs()
+    nearest = off.min(dim=1).values if signed else off[:, 1:].min(dim=1).values.where(x > 0, 0.0)
+    assert (off.gather(1, numbers[:, None])[:, 0] <= nearest + 1e-6 * x.abs() + 1e-45).all()
 
 
 @pytest.mark.parametrize("noise", [None, Noise(1, 2).bits("exp_avg_sq", 3, 2**32 - 1000)])
@@ -72,15 +68,15 @@ def test_blocks_that_are_zero_or_not_finite(noise: Bits | None) -> None:
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_change_exactly_at_bounds_and_codes(signed: bool) -> None:
     """They change at bounds if they are rounded to nearest, and at codes stochastically."""
-    table = moments.dynamic_map(signed)
-    ends = ((table[1:] + table[:-1]) / 2 if signed else table[1:]).view(torch.int32)
+    table = shares(signed=signed)
+    ends = ((table[1:] + table[:-1]) / 2 if signed else table[1:]).float().view(torch.int32)
     near = (ends[:, None] + torch.arange(-2, 3, dtype=torch.int32)).view(torch.float32).sort(dim=1).values.view(-1)
     x = torch.ones(near.numel(), 256)  # the block's largest value keeps its scale unchanged
     x[:, 7] = near.clamp(max=1.0)
     for noise in [None] if signed else [Noise(1, step).bits("exp_avg_sq", 0, 0) for step in range(5)]:
-        codes = encoded(x.view(-1), signed=signed, noise=noise)[0].view(-1, 256)[:, 7].view(-1, 5).int()
-        for column, first in ((0, 0), (4, 1)) if signed else ((2, 1),):
-            assert torch.equal(codes[:, column], torch.arange(first, first + len(codes), dtype=torch.int32))
+        codes = encoded(x.view(-1), signed=signed, noise=noise)[0].view(-1, 256)[:, 7].view(-1, 5)
+        for column, first in ((0, -127), (4, -126)) if signed else ((2, 1),):
+            assert torch.equal(codes[:, column], torch.arange(first, first + len(codes)).to(torch.uint8))
 
 
 @pytest.mark.parametrize("noise", [None, Noise(1, 2).bits("exp_avg_sq", 0, 0)])
@@ -91,9 +87,9 @@ def test_only_zero_is_stored_as_a_second_moment_of_zero(noise: Bits | None) -> N
     x[1, 1:] *= 1e-38  # zero, or the smallest subnormal
     codes, _, back = encoded(x.view(-1), signed=False, noise=noise)
     assert torch.equal(codes == 0, x.view(-1) == 0)
-    least, most = (0.55, 1.6) if noise is None else (0.35, 2.6)
+    least, most = (0.45, 1.6) if noise is None else (0.29, 3.4)
     assert (back.view(2, 256) >= least * x).all()
-    assert (back.view(2, 256) <= x.clamp(min=3.3e-7 * x.amax(1)[:, None]) * most).all()
+    assert (back.view(2, 256) <= x.clamp(min=4.8e-7 * x.amax(1)[:, None]) * most).all()
 
 
 @pytest.mark.parametrize("form", ["bf16", "8bit"])
@@ -103,7 +99,7 @@ def test_stochastic_rounding_is_right_on_average(form: str) -> None:
     if form == "8bit":
         x = x.exp() / x.exp().max() * 0.99
         x[::256] = 1.0  # the scale of each block
-        table = moments.dynamic_map(False)
+        table = shares(signed=False).float()
         code = torch.bucketize(x, table, right=True).clamp(max=255)
         below, above = table[code - 1], table[code]
     else:
@@ -126,15 +122,13 @@ def test_stochastic_rounding_is_right_on_average(form: str) -> None:
 def test_no_two_elements_share_noise() -> None:
     """Noise is uncorrelated between fields, units, steps, seeds and distant elements, also if one is shifted."""
     n = 2**16
-    one = random_bits(Noise(3, 4).bits("exp_avg", 0, 0), n)
+    one = random_bits(Noise(3, 4).bits("master", 0, 0), n)
     others = {
-        "field": Noise(3, 4).bits("exp_avg_sq", 0, 0),
-        "unit": Noise(3, 4).bits("exp_avg", 1, 0),
-        "step": Noise(3, 5).bits("exp_avg", 0, 0),
-        "seed": Noise(4, 4).bits("exp_avg", 0, 0),
-        **{
-            f"2^{place} on": Noise(3, 4).bits("exp_avg", 0, 2**place) for place in (0, 1, 8, 12, 16, 18, 20, 31, 32, 33)
-        },
+        **{field: Noise(3, 4).bits(field, 0, 0) for field in MOMENTS},
+        "unit": Noise(3, 4).bits("master", 1, 0),
+        "step": Noise(3, 5).bits("master", 0, 0),
+        "seed": Noise(4, 4).bits("master", 0, 0),
+        **{f"2^{place} on": Noise(3, 4).bits("master", 0, 2**place) for place in (0, 1, 8, 12, 16, 18, 20, 31, 32, 33)},
     }
     for name, bits in others.items():
         other = random_bits(bits, n)

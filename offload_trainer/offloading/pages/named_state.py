@@ -105,8 +105,6 @@ class TieredState:
         self, number: int, fields: Mapping[str, torch.Tensor], stored: Mapping[str, StoredKind], *, converted: bool
     ) -> None:
         """Fill a zeroed page from the files, and round its 16-bit weights; `converted`: those of moments differ."""
-        for moment in MOMENTS:  # the padding after a weight shares the weight's last scale
-            stored_field(moment, fields).start_at_zero()
         page, master = self.store.pages[number], fields["master"]
         for name, part in self.pieces(number):
             within = page.start + part.start - self.places[name][1].start

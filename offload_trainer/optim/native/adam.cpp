@@ -61,21 +61,13 @@ inline float root_over(float v, const Divisor& correction) {
     return root == std::numeric_limits<float>::infinity() ? root : over;
 }
 
-// Factors that decode the moments of one block.
-struct Scales {
-    float exp_avg, exp_avg_sq;
-};
-
 // The same operations in the same order as the vectorised loop of torch's FusedAdamKernel.cpp.
-template <bool SCALED>
-void adam(const AdamStep& s, const Divisor& correction, Scales scales, float* __restrict master, float* __restrict exp_avg,
+void adam(const AdamStep& s, const Divisor& correction, float* __restrict master, float* __restrict exp_avg,
           float* __restrict exp_avg_sq, const float* __restrict grad, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
-        const float g = grad[i];
-        const float first = SCALED ? exp_avg[i] * scales.exp_avg : exp_avg[i];
-        const float second = SCALED ? exp_avg_sq[i] * scales.exp_avg_sq : exp_avg_sq[i];
-        const float m = fused(s.lerp, g - first, s.from_gradient ? g : first);
-        const float v = fused(s.rest2 * g, g, second * s.beta2);
+        const float g = grad[i], before = exp_avg[i];
+        const float m = fused(s.lerp, g - before, s.from_gradient ? g : before);
+        const float v = fused(s.rest2 * g, g, exp_avg_sq[i] * s.beta2);
         const float denominator = root_over(v, correction) + s.eps;
         exp_avg[i] = m;
         exp_avg_sq[i] = v;
@@ -93,8 +85,7 @@ struct Page {
     float *exp_avg_scales, *exp_avg_sq_scales;
     const void* grad;
     void* out;
-    const Tables* tables;
-    Bits master_noise, exp_avg_noise, exp_avg_sq_noise;
+    Bits noise, exp_avg_noise;  // the first of masters and, in the upper halves, second moments
     Type masters, moments, grad_type, out_type;
     int64_t shadow;  // bytes from the state to memory that receives its old bytes; 0: there is none
 };
@@ -114,49 +105,48 @@ template <Type MASTERS, Type MOMENTS>
 [[gnu::flatten]] void update(const Page& page, const AdamStep& step, const Divisor& correction, int64_t block,
                              int64_t count) {
     alignas(64) float first[BLOCK], second[BLOCK];
-    alignas(64) uint32_t chances[BLOCK];
+    alignas(64) uint32_t random[BLOCK];
     uint8_t* const codes = static_cast<uint8_t*>(page.exp_avg) + block;
     uint8_t* const codes_sq = static_cast<uint8_t*>(page.exp_avg_sq) + block;
     float *const scale = page.exp_avg_scales + block / BLOCK, *const scale_sq = page.exp_avg_sq_scales + block / BLOCK;
     for_strips(count, [&](int64_t from, int64_t n) {
         alignas(64) float grad[STRIP], wide[STRIP];
+        alignas(64) uint32_t more[STRIP];
         const int64_t at = block + from;
         float *exp_avg = first + from, *exp_avg_sq = second + from;
-        uint32_t* const chance = chances + from;
+        uint32_t* const words = random + from;
+        if (MASTERS == BF16 || MOMENTS != F32) draw(page.noise, at, n, words);
         float* const master = MASTERS == F32 ? static_cast<float*>(page.master) + at : wide;
         if (MASTERS == BF16) widen(page.master, BF16, at, n, 1.0f, wide);
         widen(page.grad, page.grad_type, at, n, step.scale, grad);
         if (MOMENTS == F32) {
             exp_avg = static_cast<float*>(page.exp_avg) + at, exp_avg_sq = static_cast<float*>(page.exp_avg_sq) + at;
-            adam<false>(step, correction, {}, master, exp_avg, exp_avg_sq, grad, n);
+            adam(step, correction, master, exp_avg, exp_avg_sq, grad, n);
         } else if (MOMENTS == BF16) {
             widen(page.exp_avg, BF16, at, n, 1.0f, exp_avg);
             widen(page.exp_avg_sq, BF16, at, n, 1.0f, exp_avg_sq);
-            adam<false>(step, correction, {}, master, exp_avg, exp_avg_sq, grad, n);
-            draw(page.exp_avg_noise, at, n, chance);
-            encode_bf16(exp_avg, chance, static_cast<uint16_t*>(page.exp_avg) + at, n);
-            draw(page.exp_avg_sq_noise, at, n, chance);
-            encode_bf16(exp_avg_sq, chance, static_cast<uint16_t*>(page.exp_avg_sq) + at, n);
+            adam(step, correction, master, exp_avg, exp_avg_sq, grad, n);
+            draw(page.exp_avg_noise, at, n, more);
+            encode_bf16(exp_avg, more, 0, static_cast<uint16_t*>(page.exp_avg) + at, n);
+            encode_bf16(exp_avg_sq, words, 16, static_cast<uint16_t*>(page.exp_avg_sq) + at, n);
         } else {
-            look_up(page.tables->signed_values, codes + from, exp_avg, n);
-            look_up(page.tables->unsigned_values, codes_sq + from, exp_avg_sq, n);
-            adam<true>(step, correction, {*scale, *scale_sq}, master, exp_avg, exp_avg_sq, grad, n);
+            decode_8bit<true>(codes + from, *scale, exp_avg, n);
+            decode_8bit<false>(codes_sq + from, *scale_sq, exp_avg_sq, n);
+            adam(step, correction, master, exp_avg, exp_avg_sq, grad, n);
         }
         if (MASTERS == BF16) {
             uint16_t* const stored = static_cast<uint16_t*>(page.master) + at;
-            draw(page.master_noise, at, n, chance);
-            encode_bf16(wide, chance, stored, n);
+            encode_bf16(wide, words, 0, stored, n);
             if (page.out_type != BF16) widen(stored, BF16, 0, n, 1.0f, wide);
         }
         if (MASTERS == BF16 && page.out_type == BF16)
             stream(static_cast<uint16_t*>(page.out) + at, static_cast<uint16_t*>(page.master) + at, n * 2);
         else
             write_rounded(master, page.out_type, at, n, page.out);
-        if (MOMENTS == CODES) draw(page.exp_avg_sq_noise, at, n, chance);
     });
     if (MOMENTS == CODES) {
-        encode_8bit(first, page.tables->nearest, codes, scale, count);
-        encode_8bit_stochastically(second, *page.tables, chances, codes_sq, scale_sq, count);
+        encode_8bit<true>(first, random, codes, scale, count);
+        encode_8bit<false>(second, random, codes_sq, scale_sq, count);
     }
 }
 

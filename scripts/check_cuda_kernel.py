@@ -22,8 +22,8 @@ from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS
 CARDS = (70, 75, 80, 86, 89, 90, 100, 120)  # V100, T4, A100, RTX 30, RTX 40, H100, B200, RTX 50
 # The fp32 instructions allowed in PTX: arithmetic that rounds to nearest even, and instructions without arithmetic.
 EXACT = re.compile(
-    r"(add|sub|mul|div|sqrt|fma)\.rn\.f32(x2)?|add\.rn\.f32\.f16|cvt\.rn\.(f32\.[us]32|f16(x2)?\.f32)|cvt\.f32\.f16"
-    r"|(ld|st|mov|selp|setp|neg|abs)\b.*"
+    r"(add|sub|mul|div|sqrt|fma)\.rn\.f32(x2)?|add\.rn\.f32\.f16|cvt\.rn\.(f32\.[us](16|32)|f16(x2)?\.f32)"
+    r"|cvt\.(f32\.f16|rzi\.s32\.f32)|(ld|st|mov|selp|setp|neg|abs)\b.*"
 )
 TYPES = {"fp32": "*fp32", "bf16": "*i16", "8bit": "*u8"}  # of moments, and of masters
 
@@ -43,8 +43,7 @@ def faults_of(ptx: str, *, fuses: bool) -> list[str]:
 
 def ptx_for(card: int, *, masters: str, moments: str, given: str | None, whole: bool) -> str:
     """Compile the function for a card; `given` is the type of gradients and new weights (None: fp32, no weights)."""
-    signature = dict.fromkeys(triton_adam.adamw.arg_names, "*fp32")
-    signature |= dict.fromkeys(("table", "nearest", "lower"), "*i32")
+    signature = dict.fromkeys(triton_adam.adamw.arg_names, "*fp32") | {"table": "*i32"}
     signature |= dict.fromkeys(("first_moments", "second_moments"), TYPES[moments]) | {"master": TYPES[masters]}
     fixed = constants(whole=whole)
     if moments != "8bit":

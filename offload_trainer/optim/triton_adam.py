@@ -206,9 +206,18 @@ def _cubes(values, ROOT: tl.constexpr):
 
 
 @triton.jit
+def _about_root(cubes):
+    """Return the cube roots as formats.h does. Triton's own logarithm takes subnormal numbers for zero."""
+    y = _number((1.4186e9 - _bits(cubes).to(tl.float32) * 0.33333334).to(tl.int32))
+    root = cubes * (y * y)
+    third = root * y
+    return root * (2.754709 + third * (1.305543 * third - 3.036995))
+
+
+@triton.jit
 def _whole_root(cubes, chance):
     """Return one of the two whole roots next to that of each cube (moments.py, _whole_root)."""
-    near = tl.floor(tl.exp2(tl.log2(cubes) * 0.3333333333333333) + 0.5)
+    near = (_about_root(cubes) + 0.5).to(tl.int32).to(tl.float32)
     past = cubes - near * near * near
     below = past < 0
     way = 3 * near * near + 1 + tl.where(below, -3 * near, 3 * near)

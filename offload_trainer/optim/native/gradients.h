@@ -41,6 +41,11 @@ void add_block(const Addition& call, int64_t at, int64_t count, float* __restric
         alignas(64) float before[ROW];
         widen(call.sums, call.sums_type, at, count, 1.0f, before);
         for (int64_t i = 0; i < count; i++) to[i] = before[i] + to[i];
+    } else if (call.values_type == call.sums_type) {  // as they are: rounding would not change them
+        const int64_t size = call.sums_type == F32 ? 4 : 2;
+        std::memcpy(static_cast<char*>(call.sums) + at * size, static_cast<const char*>(call.values) + at * size,
+                    count * size);
+        return;
     }
     narrow(to, call.sums_type, at, count, call.sums);
     if (call.results && call.sums_type != F32)

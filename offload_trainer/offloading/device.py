@@ -260,8 +260,11 @@ def copy_alone(values: torch.Tensor, into: torch.Tensor) -> None:
 
 
 def cores_beside(device: Device) -> int:
-    """Return the number of cores for host work while the device computes the model, on a CPU on all other cores."""
-    return max(1, torch.get_num_threads() - 2) if device.is_cuda else 1  # two threads launch a GPU's kernels
+    """Return the number of cores for host work while the device computes the model.
+
+    On a CPU those are all: with fewer, the threads of a product would get unequal parts of the cores, and wait.
+    """
+    return max(1, torch.get_num_threads() - 2) if device.is_cuda else torch.get_num_threads()  # two launch kernels
 
 
 def limit_cores(thread: Workers, cores: int) -> None:

@@ -110,10 +110,10 @@ class StoredField:
     def _write_codes(self, values: torch.Tensor, *, noise: Bits | None) -> None:
         """Store `values` in 8 bits. A block that holds an infinity or a NaN decodes to NaN.
 
-        Without `noise` the nearest code is used. With it, one of the two nearest is chosen with a probability proportional
-        to the distance from the other. Only zero is stored as a second moment of zero. The update divides by the root of
-        the second moment: if that is rounded to zero while the first moment is not, the update is thousands of times the
-        learning rate; if it is rounded up, the update is small.
+        Without `noise` the nearest code is used. With it, one of the two nearest is chosen with a probability
+        proportional to the distance from the other. Only zero is stored as a second moment of zero. The update divides
+        by the root of the second moment: if that is rounded to zero while the first moment is not, the update is
+        thousands of times the learning rate; if it is rounded up, the update is small.
         """
         n, greatest = values.numel(), self.scales
         assert greatest is not None
@@ -148,9 +148,9 @@ def _cube(signed: bool) -> float:
 
 
 def _whole_root(cubes: torch.Tensor, chance: torch.Tensor | float) -> torch.Tensor:
-    """Return for each of `cubes` one of the two whole roots next to it: the upper one if it is past `chance` of the way.
+    """Return one of the two whole roots next to that of each cube: the upper one if it is past `chance` of the way.
 
-    Any approximation of the root gives the same result: all is exact but two roundings, of `past` and of the last product.
+    Any `near` that is less than 1 from the root gives the same result.
     """
     near = cubes.double().pow(1 / 3).round().float()
     past = cubes - near**3

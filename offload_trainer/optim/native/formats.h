@@ -41,7 +41,7 @@ inline void draw(const Bits& of, int64_t at, int64_t count, uint32_t* __restrict
     }
 }
 
-// Round up if the number of 16 bits that is `shift` bits up in `random` is above what is missing to the upper number.
+// Add 16 of the `random` bits, from bit `shift` on, below bf16's last place, and truncate.
 inline void encode_bf16(const float* __restrict values, const uint32_t* __restrict random, int shift,
                         uint16_t* __restrict out, int64_t count) {
     for (int64_t i = 0; i < count; i++) out[i] = cut_bf16(bits(values[i]), random[i] >> shift & 0xffff);
@@ -61,16 +61,16 @@ inline void decode_8bit(const uint8_t* __restrict codes, float greatest, float* 
     }
 }
 
-// Return the cube root of x from 0 to 2^24, to 1e-4. As an integer a float is about its logarithm, so that y is 1 / root to
-// 6 %. The polynomial is (x y^3)^(-2/3).
+// Return the cube root of x, which is in [0, 2^24], to 1e-4. As an integer a float is about its logarithm, so y is
+// 1 / root to 6 %. The polynomial in x y^3 is about its power of -2/3.
 inline float about_root(float x) {
     const float y = number(uint32_t(int32_t(1.4186e9f - float(int32_t(bits(x))) * (1.0f / 3))));
     const float root = x * (y * y), third = root * y;
     return root * fused(third, fused(third, 1.305543f, -3.036995f), 2.754709f);
 }
 
-// Return one of the two whole roots next to that of `cube`: the upper one if it is past `chance` of the way. `near` is a
-// whole number less than 1 from the root. moments.py has the same roundings.
+// Return one of the two whole roots next to that of `cube`: the upper one if it is past `chance` of the way. `near` is
+// a whole number less than 1 from the root. moments.py has the same roundings.
 inline int32_t whole_root(float cube, float near, float chance) {
     const float square = near * near, past = fused(-square, near, cube);
     const bool below = past < 0;
@@ -78,7 +78,7 @@ inline int32_t whole_root(float cube, float near, float chance) {
     return int32_t(near) - below + ((below ? past + way : past) > chance * way);
 }
 
-// Encode a block, and write its greatest magnitude to `scale`. Second moments are rounded by the upper halves of `random`.
+// Encode a block, and write its greatest magnitude to `scale`. The upper halves of `random` round second moments.
 template <bool SIGNED>
 inline void encode_8bit(const float* __restrict values, const uint32_t* __restrict random, uint8_t* __restrict codes,
                         float* __restrict scale, int64_t count) {
@@ -90,6 +90,7 @@ inline void encode_8bit(const float* __restrict values, const uint32_t* __restri
         std::fill_n(codes, count, 0);
         return;
     }
+    // A power of two first moves the greatest magnitude to [1, 4), because its inverse may be infinite.
     const float power = number((254 - std::min(std::max(greatest >> 23, 1u), 253u)) << 23);
     const float factor = CUBE<SIGNED> / (*scale * power);
     // Short loops, or the compiler would run out of registers.

@@ -13,7 +13,7 @@ from offload_trainer.common.errors import UserError
 from offload_trainer.common.safe_files import Count, FileName, Steps, as_kind, lenient_record, quoted, read_back
 from offload_trainer.storage.atomic_io import StoredFile, crc32_of
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "MANIFEST.json"
 CONFIG = "config.json"  # identity key: entries of the model's configuration
 _MOST = 10  # lines in a message

@@ -530,11 +530,11 @@ def test_a_plan_refuses_another_runs_checkpoint(tmp_path: Path, capsys: pytest.C
     assert main(["plan", *TINY, "--output", str(output)]) == 2
     identity = SAVED | {"shuffle": True, "tokens": 5, "text": 6, "parameters": None, "initial weights": None}
     del identity["training rows"]
-    manifest = {"format": 2, "step": 2, "identity": identity, "layout": {}, "files": {}}
+    manifest = {"format": FORMAT, "step": 2, "identity": identity, "layout": {}, "files": {}}
     for other, words, told in (
         ({}, ["--seed", "1"], "seed: it has 0, this run 1"),
         ({}, [], "transformer.wte.weight: it has none"),  # the weights are missing
-        ({"format": 1, "layout": None}, [], "written in format 1, this version reads 2"),
+        ({"format": 1, "layout": None}, [], f"written in format 1, this version reads {FORMAT}"),
     ):
         (checkpoint / MANIFEST).write_text(json.dumps(manifest | other))
         assert main(["plan", *TINY, "--output", str(output), *words]) == 2

@@ -31,6 +31,7 @@ from offload_trainer.run.checkpoint import read_manifest
 from offload_trainer.run.directory import WRITTEN, Log, hold, refuse_strangers, run_directory, stop_at
 from offload_trainer.settings import load_config
 from offload_trainer.storage.atomic_io import bytes_below, copy_tree, open_to_append
+from offload_trainer.storage.manifest import FORMAT
 from offload_trainer.storage.retention import bytes_that_go, complete_checkpoints, find_resume
 from offload_trainer.storage.tensorfile import TensorFileReader
 from offload_trainer.telemetry.metrics import read_metrics
@@ -224,7 +225,8 @@ def test_starts_and_plans_leave_what_is_there(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     first = tmp_path / "runs/default/checkpoints/step-00000002"
     first.mkdir(parents=True)
-    (first / "MANIFEST.json").write_text('{"format": 2, "step": 2, "identity": {"seed": 7}, "layout": {}, "files": {}}')
+    manifest = {"format": FORMAT, "step": 2, "identity": {"seed": 7}, "layout": {}, "files": {}}
+    (first / "MANIFEST.json").write_text(json.dumps(manifest))
     (tmp_path / "config.yaml").write_text(f"# mine\nsave: {{output: {tmp_path}}}\n")
     before, other = everything(tmp_path), "belongs to another run"
     for given, code, told in (

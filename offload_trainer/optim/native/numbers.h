@@ -93,7 +93,6 @@ struct Divisor {
 // divider is the bottleneck here, and this leaves it to divisions by varying divisors. The first two products are
 // within one last place of a / d. The remainder of that is exact in an FMA, and one correction with the rounded inverse
 // is then correctly rounded (Markstein's theorem; Muller et al., Handbook of Floating-Point Arithmetic, section 4.7).
-// For a smaller a the last places may be wrong, but not the sign, and only 0 gives 0.
 inline float quotient(float a, const Divisor& d) {
     const float close = fused(a, d.inverse, a * d.rest);
     return fused(fused(-close, d.value, a), d.inverse, close);

@@ -44,10 +44,10 @@ from offload_trainer.run.checkpoint import (
     configuration_of,
     read_state,
 )
-from offload_trainer.run.export import done_before, final_export
+from offload_trainer.run.export import EXPORT, done_before, final_export
 from offload_trainer.run.loop import Job
 from offload_trainer.settings import load_config
-from offload_trainer.storage import scratch_dir
+from offload_trainer.storage import owned_dirs, scratch_dir
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.manifest import differences
 from offload_trainer.storage.owned_dirs import ScratchDirectory, reason
@@ -154,10 +154,11 @@ def drop(setup: Setup) -> None:
 
 
 def clear(setup: Setup) -> None:
-    """Remove what killed starts of a finished run left: page files, also on unused drives, and parts of checkpoints."""
+    """Remove what killed starts of a finished run left: page files, also on unused drives, and parts of outputs."""
     drop(setup)
     if setup.log.loud:
         with suppress(OSError, TrainerError):  # the next start that trains reports it
+            owned_dirs.clear(setup.output / "export", what=EXPORT)
             remove_leftovers(setup.output / "checkpoints")
     if place_here()[0] not in [its.start for its in nodes()]:
         return

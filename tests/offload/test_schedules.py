@@ -15,6 +15,7 @@ from seen_calls import calls_of, run_before
 
 from offload_trainer.common.errors import TrainerError
 from offload_trainer.engine.tiered import TieredEngine
+from offload_trainer.offloading.device import limit_cores
 from offload_trainer.offloading.pages.manifest import read_description, read_newest
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.offloading.pages.store import PageStore
@@ -22,7 +23,7 @@ from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.optim import state_files
-from offload_trainer.storage.transfer import Future
+from offload_trainer.storage.transfer import Future, Workers
 from offload_trainer.telemetry.meters import PhaseClock
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small", "always", "slow_pages")
@@ -261,3 +262,16 @@ def test_the_update_beside_a_cpus_model_uses_all_cores(build: Build, monkeypatch
         train(ours, batches(1))
         ours.synchronize()
     assert seen == [3]
+
+
+def test_limiting_a_threads_cores_leaves_the_others_theirs() -> None:
+    seen: list[int] = []
+    limited = Workers(1, "limited")
+    torch.set_num_threads(3)
+    limit_cores(limited, 1)
+    limited.submit(lambda: seen.append(torch.get_num_threads())).wait()
+    limited.close()
+    other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    other.start()
+    other.join()
+    assert [*seen, torch.get_num_threads()] == [1, 3, 3]

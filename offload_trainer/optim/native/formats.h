@@ -47,11 +47,9 @@ inline void encode_bf16(const float* __restrict values, const uint32_t* __restri
     for (int64_t i = 0; i < count; i++) out[i] = cut_bf16(bits(values[i]), random[i] >> shift & 0xffff);
 }
 
-// The greatest root of an 8-bit code, and its cube. First moments are signed.
+// The cube of the greatest root of an 8-bit code. First moments are signed.
 template <bool SIGNED>
-constexpr float ROOT = SIGNED ? 127.0f : 256.0f;
-template <bool SIGNED>
-constexpr float CUBE = ROOT<SIGNED> * ROOT<SIGNED> * ROOT<SIGNED>;
+constexpr float CUBE = SIGNED ? 127 * 127 * 127 : 256 * 256 * 256;
 
 template <bool SIGNED>
 inline void decode_8bit(const uint8_t* __restrict codes, float greatest, float* __restrict to, int64_t count) {

@@ -13,7 +13,7 @@ import torch
 
 from offload_trainer.data.rows import Batch
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
-from offload_trainer.optim.state_files import BlockingSnapshot
+from offload_trainer.optim.state_files import BlockingSnapshot, WeightsSnapshot
 from offload_trainer.telemetry.meters import PhaseClock
 
 
@@ -30,7 +30,7 @@ class StepResult:
 
 
 # An engine's state at one moment, to be written once; if it is `concurrent`, on another thread than the training's.
-Snapshot = TieredSnapshot | BlockingSnapshot
+Snapshot = TieredSnapshot | BlockingSnapshot | WeightsSnapshot
 
 
 class Engine(Protocol):

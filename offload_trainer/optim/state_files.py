@@ -163,6 +163,27 @@ class BlockingSnapshot:
         pass
 
 
+@dataclass(frozen=True)
+class WeightsSnapshot:
+    """A snapshot of all weights in fp32, without moments: an export can be made of it, and no run resumes from it."""
+
+    shapes: Mapping[str, tuple[int, ...]]  # by name, in the order of `weights`
+    weights: Iterator[tuple[str, torch.Tensor]]  # on the CPU; all ranks iterate
+    concurrent: bool = False
+
+    def write(self, directory: Path, group: Group = ALONE) -> dict[str, StoredFile]:
+        def read(name: str) -> torch.Tensor:
+            found, tensor = next(self.weights)
+            assert found == name, (found, name)
+            return tensor
+
+        entries = [TensorEntry(name, torch.float32, shape) for name, shape in self.shapes.items()]
+        return write_file(directory / "master.safetensors", entries, read, writes=group.rank == 0)
+
+    def close(self) -> None:
+        pass
+
+
 def read_engine_state(directory: Path, *, rule: UpdateRule) -> EngineState:
     """Read engine.json. Raise UserError if it cannot be read or belongs to another update rule."""
     state = read_back(directory / "engine.json", EngineState, fix=_FIX)

@@ -261,7 +261,7 @@ class DeepSpeedCandidate:
         """Yield the sentences of the plan about this placement."""
         yield "the RAM that heap fragmentation costs under DeepSpeed is a measured value, not computed (predictions.md)"
         if self.work.checkpoints == 0:
-            yield "no checkpoints (--save-every 0): a killed run starts over; weights are exported at the end"
+            yield "no checkpoints (--save-every 0): a killed run starts over; weights are saved at the end"
         if self.work.tensor > 1:
             groups = f"parallel.tensor={self.work.tensor}: {self.work.data} data-parallel group(s)"
             yield f"{groups}; the activations that AutoTP stores were measured only on a CPU"

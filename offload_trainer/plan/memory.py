@@ -91,11 +91,11 @@ def activation_items(
 
 
 def saved_items(work: Workload, *, output: str) -> list[Item]:
-    """Return the item for checkpoints on the output's drive, or for the export if the run makes no checkpoints."""
+    """Return the item for checkpoints on the output's drive, or for the weights if the run makes no others."""
     if work.checkpoints is None:
         return []
     if work.checkpoints == 0:
-        return [Item(output, "export", 4 * work.shape.parameters, "the weights in fp32, written at the end")]
+        return [Item(output, "weights", 4 * work.shape.parameters, "in fp32, saved at the end")]
     size, keep = checkpoint_bytes(work), work.checkpoints
     masters = f"{work.state.masters.name} master weights and moments"
     why = f"{keep} kept and the one being written, {format_bytes(size)} each: {masters}"

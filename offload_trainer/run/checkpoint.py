@@ -2,8 +2,9 @@
 
 It has MANIFEST.json, written last (format, step, run identity, size and CRC-32 of every file), state.json (TrainState),
 *.safetensors (master weights and moments by name, optim/state_files.py), engine.json, run.json (configuration, plan,
-versions), model/ (configuration, tokenizer), and from a Session resident/. It is written under a hidden name and
-renamed, in a background thread if the engine's snapshot allows it, and can be read without the engine or a GPU.
+versions), model/ (configuration, tokenizer), and from a Session resident/. One of weights alone (save.every=0) has no
+moments and no engine.json. It is written under a hidden name and renamed, in a background thread if the engine's
+snapshot allows it, and can be read without the engine or a GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,6 +27,8 @@ from offload_trainer.common.safe_files import Count, Steps, exact_record, lenien
 from offload_trainer.common.units import format_bytes, format_seconds
 from offload_trainer.config import OptimSection
 from offload_trainer.engine.protocol import Engine, Snapshot
+from offload_trainer.optim.state_files import WeightsSnapshot
+from offload_trainer.plan.shape import Weight
 from offload_trainer.ranks import ALONE, Group, everybody, group_of, wait_for_all
 from offload_trainer.storage.atomic_io import StoredFile, bytes_below, copy_tree, sync_directory, sync_file, write_text
 from offload_trainer.storage.locks import NoLocks, shared_lock
@@ -84,17 +87,24 @@ class Checkpoints:
         self._worker: Workers | None = None
         self._beside_training = ALONE
 
-    def save(self, engine: Engine, state: TrainState) -> None:
+    def save(self, engine: Engine, state: TrainState, *, weights: Sequence[Weight] = ()) -> None:
         """Save `state` and the engine's state. Collective: all ranks call it, and each writes its own part.
+
+        `weights`: all of the model, to save them alone, in fp32. No older checkpoint is pruned then, since a run can
+        resume from those only.
 
         Raises TrainerError on every rank if the disk cannot be written or is too full; older checkpoints stay
         untouched. A failure in the background thread is raised by `synchronize` or the next `save`.
         """
         self.synchronize()
         start = time.perf_counter()
-        everybody().first(self._make_room)
+        everybody().first(partial(self._make_room, weights))
         wait_for_all()
-        snapshot = engine.snapshot()
+        if weights:
+            shapes = {weight.name: weight.shape for weight in sorted(weights, key=lambda weight: not weight.trainable)}
+            snapshot: Snapshot = WeightsSnapshot(shapes, engine.named_master_parameters())
+        else:
+            snapshot = engine.snapshot()
 
         def work(group: Group) -> None:
             with closing(snapshot):
@@ -147,7 +157,7 @@ class Checkpoints:
         if self._worker and (self._beside_training is ALONE or error is None):
             self._worker.close()
 
-    def _make_room(self) -> None:
+    def _make_room(self, weights: Sequence[Weight]) -> None:
         """Check that the run directory is still the same one and has room for a checkpoint; remove leftovers."""
         if _device_and_inode(self._root.parent) != self._place:
             raise TrainerError(
@@ -159,13 +169,14 @@ class Checkpoints:
             sync_directory(self._root.parent)
             remove_leftovers(self._root)
             free = shutil.disk_usage(self._root).free
-            need = self._need + bytes_below(self.record.model) + _SMALL_FILES
+            tensors = sum(4 * weight.numel for weight in weights) if weights else self._need
+            need = tensors + bytes_below(self.record.model) + _SMALL_FILES
         except OSError as error:
             raise TrainerError(f"{self._root} cannot be written: {reason(error)}; nothing was saved") from error
         if free < need:
             raise TrainerError(
                 f"{self._root}: a checkpoint takes {format_bytes(need)} and {format_bytes(free)} are free; older "
-                "checkpoints are untouched. Free space there, or set --save-every 0"
+                f"checkpoints are untouched. Free space there{'' if weights else ', or set --save-every 0'}"
             )
 
     def _write(self, snapshot: Snapshot, state: TrainState, group: Group) -> None:
@@ -181,12 +192,16 @@ class Checkpoints:
             ) from error
         if group.rank == 0:
             self._report_save(final, files, seconds=time.perf_counter() - start, in_background=snapshot.concurrent)
+            if not isinstance(snapshot, WeightsSnapshot):
+                self._prune()
 
     def _report_save(self, final: Path, files: dict[str, StoredFile], *, seconds: float, in_background: bool) -> None:
         size = sum(about.bytes for about in files.values())
         while_ = ", in the background" if in_background else ""
         rate = f"{size / seconds / 1e6:.0f} MB/s"
         self._say(f"saved {final}: {format_bytes(size)} in {format_seconds(seconds)}, {rate}{while_}")
+
+    def _prune(self) -> None:
         for line in prune(self._root, keep=self._keep):
             if line not in self._told:
                 self._told.add(line)

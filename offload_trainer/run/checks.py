@@ -22,7 +22,7 @@ import torch
 
 from offload_trainer import __version__
 from offload_trainer.common.errors import PeerFailed, UserError
-from offload_trainer.common.safe_files import is_there, quoted
+from offload_trainer.common.safe_files import quoted
 from offload_trainer.data.run_data import UNKNOWN_IDENTITY, check_data
 from offload_trainer.optim.cpu_units import has_native_16bit
 from offload_trainer.plan.machine import MachineProfile
@@ -30,9 +30,9 @@ from offload_trainer.plan.planner import room_of
 from offload_trainer.ranks import all_gather_json, everybody, from_rank_zero, place_here
 from offload_trainer.run.checkpoint import check_identity
 from offload_trainer.run.directory import refuse_strangers
-from offload_trainer.run.export import FINAL_RECORD
 from offload_trainer.run.planning import Planned
 from offload_trainer.settings import refuse_unwritable
+from offload_trainer.storage.manifest import weights_alone
 from offload_trainer.storage.retention import complete_checkpoints, find_resume, step_of
 from offload_trainer.telemetry.sinks import refuse_missing
 
@@ -46,10 +46,11 @@ def refuse(planned: Planned) -> None:
     plan.refuse(force=config.placement.force)
     if not (reason := plan.cannot_save):
         return
-    if resumes := find_resume(config.save.resume, output=planned.output):
+    resumes = find_resume(config.save.resume, output=planned.output)
+    if resumes and not weights_alone(resumes):
         raise UserError(f"{plan.homes} cannot go on from {resumes}: {reason}. Use --optimizer cpu or another --output")
     if config.save.every != 0:
-        fix = "Add --save-every 0, which exports the weights at the end, or use --engine tiered"
+        fix = "Add --save-every 0, which saves the weights at the end, or use --engine tiered"
         raise UserError(f"{plan.homes}: no exact checkpoints are possible: {reason}. {fix}")
 
 
@@ -81,7 +82,7 @@ def refuse_output(planned: Planned) -> Path | None:
 
 def refuse_another(planned: Planned, checkpoint: Path | None) -> None:
     """Raise UserError if another run has left more than `checkpoint` in a directory that was new."""
-    if refuse_output(planned) != checkpoint or is_there(planned.output / FINAL_RECORD):
+    if refuse_output(planned) != checkpoint:
         raise UserError(f"another run has ended in {planned.output} in the meantime: repeat the command")
 
 

@@ -35,7 +35,7 @@ from offload_trainer.storage.tensorfile import DTYPES
 # Files that a run writes in its directory, except checkpoints and weights, which are checked separately.
 WRITTEN = (
     *("config.yaml", "plan.json", "machine.json", "environment.json", "deepspeed.json", "trackers.json"),
-    *("log.txt", "metrics.jsonl", "evaluations.jsonl", "report.html", "export.json", "stream.jsonl"),
+    *("log.txt", "metrics.jsonl", "evaluations.jsonl", "report.html", "stream.jsonl"),
 )
 _MARK = ".lock"
 

@@ -1,9 +1,7 @@
 """Export of weights to a directory of safetensors that transformers, vLLM and llama.cpp's converter can load.
 
-A source is a checkpoint, a live engine, or a run's final weights. One tensor is in memory at a time, or one group of
-tensors where transformers fuses tensors that are separate on the hub. A run that makes no checkpoints leaves such a
-directory at its end, RUN/export in fp32, with its step, run and identity in RUN/export.json, so that a later start
-neither overwrites it nor trains a finished run again.
+A source is a checkpoint, a session's model, or a directory in the same format. One tensor is in memory at a time, or
+one group of tensors where transformers fuses tensors that are separate on the hub.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import torch
 from safetensors import safe_open
 
 from offload_trainer.common.errors import TrainerError, UserError, reason
-from offload_trainer.common.safe_files import Count, Steps, is_there, lenient_record, read_back
+from offload_trainer.common.safe_files import is_there, read_back
 from offload_trainer.common.units import format_bytes
 from offload_trainer.model.loader import BUFFERS
 from offload_trainer.model.pretrained import (
@@ -36,19 +34,16 @@ from offload_trainer.model.pretrained import (
     saved_groups,
 )
 from offload_trainer.offloading.pages.manifest import DESCRIPTION
-from offload_trainer.plan.shape import Weight
 from offload_trainer.run.checkpoint import (
     MADE,
     RESIDENT,
     RunConfiguration,
-    RunRecord,
     read_manifest,
-    read_state,
     reading,
 )
 from offload_trainer.storage.atomic_io import bytes_below, copy_tree, make_directories, sync_directory, write_text
 from offload_trainer.storage.owned_dirs import MARK, replacing
-from offload_trainer.storage.retention import complete_checkpoints, find_checkpoint
+from offload_trainer.storage.retention import find_checkpoint
 from offload_trainer.storage.scratch_dir import PAGES, folders_in, is_alive
 from offload_trainer.storage.tensorfile import (
     DTYPES,
@@ -61,7 +56,6 @@ from offload_trainer.storage.tensorfile import (
 
 NamedTensor = tuple[str, torch.Tensor]
 EXPORT = "the export to"  # purpose written in the scratch directory's mark
-FINAL_RECORD = "export.json"
 _NAMED = 10  # number of weights named in a message
 _SAMPLE = 32  # number of groups of tensors that --check compares
 _CARD = """\
@@ -120,24 +114,6 @@ def finite_weights(source: Source) -> Iterator[NamedTensor]:
         )
 
 
-@lenient_record
-class FinalExport:
-    """The content of export.json: the step after which the weights in RUN/export were written, and their run."""
-
-    step: Steps
-    identity: dict[str, Any]
-    run: RunConfiguration
-    replaces: Count | None = None  # inode of the directory that existed when this was written
-
-
-def final_export(run: Path) -> FinalExport | None:
-    """Return the record of the final weights in a run directory; None if there are none, or those of an older run."""
-    if not is_there(run / FINAL_RECORD) or not is_there(run / "export"):
-        return None
-    record = read_back(run / FINAL_RECORD, FinalExport, fix=f"Move it and {run / 'export'} away")
-    return None if record.replaces == (run / "export").stat().st_ino else record
-
-
 @contextmanager
 def opened(path: Path) -> Iterator[Source]:
     """Open the weights of a run or a checkpoint."""
@@ -147,18 +123,6 @@ def opened(path: Path) -> Iterator[Source]:
             f"{path}: page files, and no checkpoint; its run {'is alive' if is_alive(path) else again}. Ask it for a "
             "checkpoint, with a file named save in its run directory or SIGUSR1, and export that"
         )
-    ended = final_export(path)
-    newest = complete_checkpoints(path / "checkpoints")[-1:] if ended else []
-    if ended and all(read_state(checkpoint).step < ended.step for checkpoint in newest):
-        with opened_model(path / "export") as source:
-            yield replace(
-                source,
-                model=path / "model",
-                description=f"{path / 'export'}, after step {ended.step}",
-                origin=f"the run after step {ended.step}",
-                settings=ended.run.config,
-            )
-        return
     try:
         checkpoint = find_checkpoint(path)
     except UserError as error:
@@ -226,13 +190,13 @@ def export(source: Path, destination: Path, *, dtype: str, shard_bytes: int = 5 
 
 
 def write_model(
-    source: Source, destination: Path, *, dtype: str, shard_bytes: int = 5 * 10**9, replace: bool = False, check: bool
+    source: Source, destination: Path, *, dtype: str, shard_bytes: int = 5 * 10**9, check: bool
 ) -> Exported:
     """Write the weights of `source` in `dtype` (fp32, bf16 or fp16), and its buffers in their dtypes.
 
     `check`: read all headers and a sample of tensors back. With own names the configuration stays, and gets no card.
-    Raises UserError for a destination that is not empty (unless `replace`), too little space, or values that do not fit
-    fp16, and TrainerError if the disk refuses or the check fails. An error leaves no partial export.
+    Raises UserError for a destination that is not empty, too little space, or values that do not fit fp16, and
+    TrainerError if the disk refuses or the check fails. An error leaves no partial export.
     """
     destination = destination.resolve()
     place = {name: number for number, name in enumerate(source.shapes)}
@@ -246,7 +210,7 @@ def write_model(
         for name, shape in group.shapes(source.shapes).items()
     ]
     total = sum(entry.bytes for entry in entries)
-    check_destination(destination, total + bytes_below(source.model), replace=replace)
+    check_destination(destination, total + bytes_below(source.model))
     try:
         with replacing(destination, what=EXPORT) as temporary:
             copy_tree(source.model, temporary)
@@ -292,9 +256,9 @@ def _converted(weights: Iterable[NamedTensor], groups: Sequence[Group]) -> Itera
     assert next(stream, None) is None, "more weights came than groups take"
 
 
-def check_destination(destination: Path, total: int, *, replace: bool = False) -> None:
+def check_destination(destination: Path, total: int) -> None:
     """Raise UserError if the destination is in use or `total` bytes are not free."""
-    if is_there(destination) and not replace and (not destination.is_dir() or any(destination.iterdir())):
+    if is_there(destination) and (not destination.is_dir() or any(destination.iterdir())):
         raise UserError(f"{destination}: already holds something; name another")
     if os.path.ismount(destination):
         raise UserError(f"{destination}: a mount point cannot be replaced by the export: name a directory in it")
@@ -374,75 +338,3 @@ def check_export(directory: Path, source: Source, *, groups: Sequence[Group], en
     if wrong:
         raise TrainerError(f"{directory} does not hold what was exported: {'; '.join(wrong)}")
     return compared
-
-
-# -- final weights of a run ------------------------------------------------------------------------------------------
-
-_SECTIONS = ("model", "data", "optim", "train")  # sections of the configuration on which the weights depend
-# keys of these sections on which the weights do not depend
-_ASIDE = {
-    "data.template_date",  # what a template printed is in the text
-    *("data.cache", "optim.kernel", "train.eval_every", "train.eval_rows"),
-    "train.epochs",  # the run records the resulting steps
-    "train.stop_within",
-}
-
-
-def write_final(
-    weights: Iterator[NamedTensor], layout: Sequence[Weight], output: Path, *, record: RunRecord, step: int
-) -> Path:
-    """Write a live engine's masters, in the order of `layout` with the frozen ones last, and return the directory.
-
-    Raises TrainerError if there is no room or the disk refuses.
-    """
-    order = sorted(layout, key=lambda weight: not weight.trainable)
-    description = f"the run after step {step}"
-    live = Source(
-        shapes={weight.name: weight.shape for weight in order},
-        weights=lambda: weights,
-        read=dict[str, torch.Tensor]().__getitem__,  # a live engine gives each weight once
-        model=output / "model",
-        description=description,
-        origin=description,
-        settings=record.run["config"],
-    )
-    place = output / "export"
-    replaces = place.stat().st_ino if place.exists() else None
-    kept = {"step": step, "identity": dict(record.identity), "run": dict(record.run), "replaces": replaces}
-    try:
-        write_text(output / FINAL_RECORD, json.dumps(kept, indent=1))
-        write_model(live.with_buffers(), place, dtype="fp32", replace=True, check=False)
-    except UserError as error:  # at this point a run has ended, so it is no longer a configuration error
-        raise TrainerError(str(error)) from error
-    return place
-
-
-def done_before(output: Path, record: RunRecord, *, begins_at: int, restarts: bool, exports: bool) -> str | None:
-    """Return a message if this run has already ended here and left its weights, or None if there are steps to train.
-
-    `begins_at`: the step that this start would resume from. `restarts`: `save.resume=never`. `exports`: it would write
-    final weights. Raises UserError if it would overwrite the weights of another run.
-    """
-    found, path = final_export(output), output / "export"
-    if found is None:
-        if exports and path.exists():
-            raise UserError(f"{path} is where this run would leave its weights: move it away, or name another --output")
-        return None
-    if found.step <= begins_at:
-        return None
-    then = {**found.run.config, "identity": found.identity}
-    now = json.loads(json.dumps({**record.run["config"], "identity": dict(record.identity)}))
-    changed = [
-        f"{section}.{key}".removeprefix("identity.")
-        for section in (*_SECTIONS, "identity")
-        for key in {**then.get(section, {}), **now[section]}
-        if then.get(section, {}).get(key) != now[section].get(key) and f"{section}.{key}" not in _ASIDE
-    ]
-    whole = found.step == record.run["config"]["train"]["steps"]
-    if whole and not changed and not restarts:
-        return f"done before: {found.step} steps; the weights are in {path}. To train anew name another --output"
-    why = f"differs in {', '.join(changed[:5])}" if changed else f"ended after step {found.step}"
-    raise UserError(
-        f"{path} holds what an earlier run has trained, which {why} and left no checkpoint to go on from; this run "
-        f"would overwrite it. Name another --output (and --model {path} to train those weights on), or move it away"
-    )

@@ -44,12 +44,11 @@ from offload_trainer.run.checkpoint import (
     configuration_of,
     read_state,
 )
-from offload_trainer.run.export import EXPORT, done_before, final_export
 from offload_trainer.run.loop import Job
 from offload_trainer.settings import load_config
-from offload_trainer.storage import owned_dirs, scratch_dir
+from offload_trainer.storage import scratch_dir
 from offload_trainer.storage.atomic_io import write_text
-from offload_trainer.storage.manifest import differences
+from offload_trainer.storage.manifest import differences, weights_alone
 from offload_trainer.storage.owned_dirs import ScratchDirectory, reason
 from offload_trainer.storage.retention import complete_checkpoints, find_resume, remove_leftovers, step_of
 
@@ -93,30 +92,29 @@ def _all_steps_done(setup: Setup, checkpoint: Path) -> str | None:
     except (OSError, ValueError, UserError):  # the later check of the page files reports this
         return None
     reached = f"{checkpoint} is already at step {step} of {steps}"
+    more = "" if weights_alone(checkpoint) else "; --steps N"
     if checkpoint.resolve().parent.parent != output.resolve():
         raise UserError(
-            f"--resume {save.resume}: {reached}, so nothing would be trained or saved in {output}; --steps N trains "
-            f"on, and this exports it: offload-train export {quote(str(checkpoint))} DEST"
+            f"--resume {save.resume}: {reached}, so nothing would be trained or saved in {output}"
+            f"{more and f'{more} trains on'}. This exports it: offload-train export {quote(str(checkpoint))} DEST"
         )
-    return f"done: {reached}, so nothing is changed; --steps N extends it"
+    return f"done: {reached}, so nothing is changed{more and f'{more} extends it'}"
 
 
 def finished(setup: Setup, checkpoint: Path | None) -> bool:
     """Return whether this run has finished here, and say so; else check all of its checkpoint. Collective."""
-    save, record, say = setup.config.save, setup.record, setup.log.say
+    record, say = setup.record, setup.log.say
 
     def told() -> str | None:
-        begins = read_state(checkpoint) if checkpoint else None
-        now = with_steps(setup, begins)
-        ended = _all_steps_done(now, checkpoint) if checkpoint else None
-        if checkpoint and ended:
+        if checkpoint is None:
+            return None
+        if ended := _all_steps_done(with_steps(setup, read_state(checkpoint)), checkpoint):
             check_identity(checkpoint, record.identity, record.layout)
-        elif checkpoint:
-            say(f"checking {checkpoint}")
-            for line in check_resume(checkpoint, record):
-                say(f"note: {line}")
-        at, restarts, exports = begins.step if begins else 0, save.resume == "never", save.every == 0
-        return ended or done_before(setup.output, now.record, begins_at=at, restarts=restarts, exports=exports)
+            return ended
+        say(f"checking {checkpoint}")
+        for line in check_resume(checkpoint, record):
+            say(f"note: {line}")
+        return None
 
     if message := from_rank_zero(told, str | None):
         say(message)
@@ -158,7 +156,6 @@ def clear(setup: Setup) -> None:
     drop(setup)
     if setup.log.loud:
         with suppress(OSError, TrainerError):  # the next start that trains reports it
-            owned_dirs.clear(setup.output / "export", what=EXPORT)
             remove_leftovers(setup.output / "checkpoints")
     if place_here()[0] not in [its.start for its in nodes()]:
         return
@@ -339,10 +336,7 @@ def earlier_run(save: SaveSection) -> tuple[Mapping[str, Mapping[str, Any]], boo
     try:
         saved, kept = newest_state(save)
         left = scratch_dir.folders_in(Path(save.output) / scratch_dir.PAGES)[0] if kept else saved
-        if left:
-            return configuration_of(left), bool(kept)
-        ended = final_export(Path(save.output)) if save.resume == "auto" else None
-        return ended.run.config if ended else {}, False
+        return (configuration_of(left), bool(kept)) if left else ({}, False)
     except (OSError, ValueError, UserError):
         return {}, bool(kept)
 

@@ -36,7 +36,6 @@ from offload_trainer.run import checks, loop, machine_rates, resume
 from offload_trainer.run.build import Setup, build_job, with_steps
 from offload_trainer.run.checkpoint import TrainState, read_state
 from offload_trainer.run.directory import Log, hold, run_directory, write_known
-from offload_trainer.run.export import write_final
 from offload_trainer.run.loop import Job
 from offload_trainer.run.planning import plan_run, plan_with_room, shared_plan
 from offload_trainer.run.process_setup import ECHO, has_launcher, ranks_of_environment
@@ -239,12 +238,12 @@ def _run_once(
 
 
 def _train_to_end(setup: Setup, job: Job, *, begins: TrainState | None, checkpoint: Path | None) -> None:
-    """Run the training loop, then export and report. Raises Interrupted if a signal stopped the run."""
+    """Run the training loop to its end, and report. Raises Interrupted if a signal stopped the run."""
     steps, output, log = job.train.steps, setup.output, setup.log
     with waiting(say=log.say_now, same_within=ECHO if has_launcher() else 0.0) as asked:
         asked.too_late = partial(loop.too_late, job)
         if job.cannot_save:
-            asked.answer = "finishing this step, then exporting the weights; a checkpoint cannot be made here"
+            asked.answer = "finishing this step, then saving the weights; their moments cannot be saved here"
         if job.telemetry:
             job.telemetry.page = partial(_run_page, setup, swaps=job.swaps)
         try:
@@ -259,38 +258,31 @@ def _train_to_end(setup: Setup, job: Job, *, begins: TrainState | None, checkpoi
                 job.telemetry.end(failed=True)
             raise
         saved = job.checkpoints.saved == state.step
-        if job.save_every == 0 and (state.step == steps or not saved):
-            asked.answer = "finishing the export of the weights"
-            weights, layout = job.engine.named_master_parameters(), setup.source.shape.weights
-            if log.loud:
-                place = write_final(weights, layout, output, record=setup.record, step=state.step)
-                log.say(f"weights exported in fp32 to {place}")
-            else:
-                for _ in weights:  # this rank takes part in gathering them
-                    pass
+        if job.save_every == 0 and not saved:
+            asked.answer = "finishing the save of the weights"
+            job.checkpoints.save(job.engine, state, weights=setup.source.shape.weights)
         if job.telemetry and (rows := read_metrics(output / "metrics.jsonl", most=_MOST_ROWS)):
             job.telemetry.end()
             took, plan = median_phases(rows), setup.plan.forecast.in_line
             ratios = [f"{phase} {took[phase] / known:.2f}" for phase, known in plan.items() if known and phase in took]
             if ratios and len(steady(rows)) >= _TELLING:
                 log.say(f"took, times the plan's seconds: {', '.join(ratios)}")
+        words = f"offload-train export {quote(str(output))} {quote(f'{output}-hf')}"
         if asked.stop:
             ranks.wait_for_all()  # a rank that ended while others still write would end them too
             resume.drop(setup)
-            told, place = f"stopped after step {state.step}", output / "export"
+            told = f"stopped after step {state.step}"
             if state.step == steps:
                 told += ", the last; the run is complete and saved"
             elif saved:
                 told += ", everything saved; the same command resumes from there"
             else:
-                told += f"; the weights are in {place}, but no checkpoint could be made, so the moments are lost: to "
-                told += f"continue from the weights use --model {place} and another --output"
+                told += (
+                    "; only the weights could be saved, so the moments are lost: to train the weights on, export them "
+                )
+                told += f"({words}) and give that as --model with another --output"
             raise (Interrupted if log.loud else PeerFailed)(told, code=128 + asked.stop)
-        export = ""
-        if complete_checkpoints(output / "checkpoints"):
-            words = f"offload-train export {quote(str(output))} {quote(f'{output}-hf')} --dtype bf16"
-            export = f"; export the model with: {words}"
-        log.say(f"done: {steps} steps; {output}{export}")
+        log.say(f"done: {steps} steps; {output}; export the model with: {words} --dtype bf16")
 
 
 def _run_page(setup: Setup, left: float | None, *, swaps: list[Path]) -> str:
@@ -315,8 +307,7 @@ def _predicted(setup: Setup, rows: Sequence[StepRecord], *, swaps: list[Path]) -
     measured["ram"] = max(row.host_rss_bytes for row in rows) if plan.work.world == 1 else None
     for drive, swap in zip(setup.drives, swaps, strict=False):
         measured[str(drive.resolve())] = bytes_below(swap)
-    saved = sum(bytes_below(output / left) for left in ("checkpoints", "export"))
-    measured[str(output.expanduser().absolute())] = saved
+    measured[str(output.expanduser().absolute())] = bytes_below(output / "checkpoints")
     table = []
     for tier in dict.fromkeys([*plan.tiers, *measured]):
         room = plan.tiers.get(tier, {})

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from offload_trainer.common.errors import UserError
-from offload_trainer.common.safe_files import Count, FileName, Steps, as_kind, lenient_record, quoted, read_back
+from offload_trainer.common.safe_files import (
+    Count,
+    FileName,
+    Steps,
+    as_kind,
+    is_there,
+    lenient_record,
+    quoted,
+    read_back,
+)
 from offload_trainer.storage.atomic_io import StoredFile, crc32_of
 
 FORMAT = 3
@@ -18,7 +27,8 @@ MANIFEST = "MANIFEST.json"
 CONFIG = "config.json"  # identity key: entries of the model's configuration
 _MOST = 10  # lines in a message
 _TEXT = ("tokens", "training rows", "text")  # identity keys that all change if the training text changes
-_NEEDED = {"state.json", "engine.json", "run.json", "master.safetensors"}
+ENGINE = "engine.json"  # absent from a checkpoint of weights alone
+_NEEDED = {"state.json", "run.json", "master.safetensors"}
 
 
 @lenient_record
@@ -30,6 +40,11 @@ class Manifest:
     identity: dict[str, Any]
     layout: dict[str, Any]
     files: dict[FileName, StoredFile]
+
+
+def weights_alone(checkpoint: Path) -> bool:
+    """Return whether a checkpoint holds weights without moments, so that no run can resume from it."""
+    return not is_there(checkpoint / ENGINE)
 
 
 def checked_manifest(checkpoint: Path, *, fix: str, moments: bool = True, contents: bool = True) -> Manifest:
@@ -46,6 +61,11 @@ def checked_manifest(checkpoint: Path, *, fix: str, moments: bool = True, conten
             raise ValueError(f"{', '.join(sorted(unnamed))} is not named")
     except ValueError as error:
         raise UserError(f"{checkpoint} is damaged: {MANIFEST}: {error}. {fix}") from error
+    if contents and moments and ENGINE not in manifest.files:
+        raise UserError(
+            f"{checkpoint} holds weights without moments, as --save-every 0 leaves them, so no run can resume from it: "
+            f"export it, and give that as --model with another --output. {fix}"
+        )
     for name, expected in manifest.files.items() if contents else ():
         if (moments or not name.startswith("exp_avg")) and (wrong := _difference(checkpoint, name, expected)):
             raise UserError(f"{checkpoint} is damaged: {wrong}. {fix}")

@@ -177,8 +177,8 @@ def test_the_command_saves_and_exports_whole_weights(tmp_path: Path) -> None:
     unsaved, rounded = (run(f"every-{n}", ranks=2, every=n, dtype="bf16").output for n in ("0", "2"))
     export(rounded, tmp_path / "hf", dtype="fp32", check=True)
     masters = load_file(rounded / saved("master"))
-    for folder in (unsaved / "export", tmp_path / "hf"):
-        held = load_file(folder / "model.safetensors")
+    for file in (unsaved / saved("master"), tmp_path / "hf/model.safetensors"):
+        held = load_file(file)
         assert held.keys() == masters.keys()
         assert all(torch.equal(held[key], master) for key, master in masters.items())
     again = go_on("again", ranks=2)

@@ -5,10 +5,8 @@ import json
 import shutil
 import zlib
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +32,7 @@ from offload_trainer.data.tokenizer import BUILTIN_TOKENIZER, load_tokenizer, sa
 from offload_trainer.model.loader import resolve_model, save_model_config, write_config
 from offload_trainer.run import export as exports
 from offload_trainer.run.directory import stop_at
-from offload_trainer.run.export import export, final_export, write_final
+from offload_trainer.run.export import export
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small", "counted_once")
 
@@ -245,29 +243,6 @@ def test_values_that_overflow_fp16_are_all_named(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
     export(run, tmp_path / "out", dtype="bf16", check=True)
-
-
-@pytest.mark.slow
-def test_a_kill_while_a_run_exports_its_last_weights_leaves_an_earlier_runs_and_no_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record: Any = SimpleNamespace(identity={}, run={"config": {}})
-
-    def step_after(step: int, *, killed: bool = False) -> int | None:
-        def written(source: Any, destination: Path, **_: Any) -> None:
-            if killed:
-                raise KeyboardInterrupt
-            if destination.exists():
-                destination.rename(tmp_path / "old")
-            destination.mkdir()
-
-        monkeypatch.setattr(exports, "write_model", written)
-        with suppress(KeyboardInterrupt):
-            write_final(iter(()), [], tmp_path, record=record, step=step)
-        found = final_export(tmp_path)
-        return found.step if found else None
-
-    assert [step_after(10), step_after(20, killed=True), step_after(20)] == [10, None, 20]
 
 
 END, TURN = 0, 2048

@@ -213,7 +213,7 @@ def results(output: Path) -> dict[str, Any]:
     newest = sorted((output / "checkpoints").glob("step-*"))[-1:]
     for path in filter(Path.exists, (place / name for place in newest for name in ("engine.json", "state.json"))):
         found["state"][path.name] = json.loads(path.read_text())
-    places = [*newest, output / "export", output / "exported"]
+    places = [*newest, output / "exported"]
     for path in (path for place in places for path in place.glob("*.safetensors")):
         for name, tensor in load_file(path).items():
             bits = crc32(tensor.reshape(-1).view(torch.uint8).numpy())

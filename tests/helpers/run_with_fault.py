@@ -62,6 +62,7 @@ MOMENTS = {
     "line": "telemetry.sinks.Telemetry.step",
     "room": "run.checkpoint.remove_leftovers",  # looks for room for a checkpoint
     "save": "offloading.pages.named_state.TieredSnapshot.write",
+    "weights": "optim.state_files.WeightsSnapshot.write",
     "put": "storage.tensorfile.PlacedWriter.put",
     "manifest": "run.checkpoint.finish_checkpoint",
     "saved": "run.checkpoint.Checkpoints._report_save",

@@ -22,8 +22,7 @@ def planted(step: int, *words: object, output: Path) -> Run:
 
 
 def weights(run: Run, step: int) -> dict[str, torch.Tensor]:
-    exported = run.output / "export/model.safetensors"
-    return load_file(exported if exported.exists() else run.output / f"checkpoints/step-{step:08d}/master.safetensors")
+    return load_file(run.output / f"checkpoints/step-{step:08d}/master.safetensors")
 
 
 @pytest.mark.ops

@@ -395,7 +395,8 @@ def test_the_commands(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 @pytest.mark.slow
 def test_runs_say_whether_they_can_resume(tmp_path: Path) -> None:
     evaluation = EvalRecord(step=3, validation_loss=2.25, perplexity=None).to_json() + "\n"
-    saved, ended = {"checkpoints/step-00000002/MANIFEST.json": "{}"}, {"checkpoints/step-00000009/MANIFEST.json": "{}"}
+    weights, ended = ({f"checkpoints/step-0000000{step}/MANIFEST.json": "{}"} for step in (2, 9))
+    saved = weights | {"checkpoints/step-00000002/engine.json": "{}"}
     # Files of runs that have made three of nine steps, in a folder that has only the directory `nothing`; what is told.
     runs: list[tuple[dict[str, str], str]] = [
         (saved, "resumes from step 2"),
@@ -404,8 +405,7 @@ def test_runs_say_whether_they_can_resume(tmp_path: Path) -> None:
         (saved | {"config.yaml": "["}, "resumes from step 2"),
         ({"pages": "{folder}/nothing\n{folder}/gone\n"}, "resumes from its page files"),
         ({"pages": "{folder}/gone\n"}, "no checkpoint: starts from step 0"),
-        ({"export/config.json": ""}, "exported, cannot resume"),
-        (saved | {"export/config.json": ""}, "exported; its newest checkpoint is of step 2"),
+        (weights, "holds the weights of step 2 alone, cannot resume"),
         (saved | ended | {"evaluations.jsonl": evaluation}, "done"),
     ]
     (tmp_path / "nothing").mkdir()
@@ -419,7 +419,7 @@ def test_runs_say_whether_they_can_resume(tmp_path: Path) -> None:
         try_lock(lock.fileno())
         found = runs_in(tmp_path)
     assert [run["state"] for run in found] == [state for _, state in runs]
-    assert [found[number]["validation_loss"] for number in (0, 8)] == [None, 2.25]
+    assert [found[number]["validation_loss"] for number in (0, 7)] == [None, 2.25]
     head, first, *rest = aligned(run_table(found)).splitlines()
     assert head.split() == ["run", "step", "loss", "validation"]
     assert first.split()[1:] == ["3/9", "2.5000", "-", "resumes", "from", "step", "2"]

@@ -3,20 +3,23 @@
 import fcntl
 import os
 import re
+import shlex
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from commands import COMMAND, TINY, Run, assert_same_run, call, environment, everything, faulty, results, run_script
 from dead_run_files import died
 from safetensors.torch import load_file
 from test_runs import finished  # noqa: F401  # a fixture
+from transformers import AutoModelForCausalLM
 
 from offload_trainer.run.checkpoint import complete_checkpoints, read_manifest
-from offload_trainer.run.export import EXPORT
-from offload_trainer.storage.owned_dirs import ScratchDirectory, workplace_of
+from offload_trainer.storage.manifest import weights_alone
+from offload_trainer.storage.owned_dirs import ScratchDirectory
 from offload_trainer.storage.retention import WORK
 
 pytestmark = pytest.mark.slow
@@ -40,14 +43,14 @@ NEVER = [*SMALL, "--steps", 5, "--save-every", 0, "train.eval_every=0"]
         ("lose~pipe+TERM+TERM@save", 143, "either"),
         ("lose~pipe+TERM@prune=2", 143, "saved"),
         ("QUIT@evaluation", 131, "saved"),
-        ("HUP@export", 129, "exported"),
-        ("lose~pipe+USR1@export", 0, "exported"),
-        ("TERM+TERM@export", 143, "nothing"),
+        ("HUP@weights", 129, "weights"),
+        ("lose~pipe+USR1@weights", 0, "weights"),
+        ("TERM+TERM@weights", 143, "nothing"),
     ],
 )
 def test_signals_in_each_phase(fault: str, code: int, outcome: str, drive: Path, tmp_path: Path) -> None:
     """Exit code and what is saved are those of docs/faults.md; nothing is left over, and log.txt has the reason."""
-    words = [*(NEVER if fault.endswith("export") else SAVING), "--nvme", drive, "--optimizer", "nvme"]
+    words = [*(NEVER if fault.endswith("weights") else SAVING), "--nvme", drive, "--optimizer", "nvme"]
     words += ["--ram-fraction", "0.5", "tiered.page_size=16384"]
     own_cache = {"OFFLOAD_TRAINER_CACHE": str(tmp_path / "cache")} if "compile" in fault else {}
     run = faulty(fault, *words, output=tmp_path / "out", **own_cache)
@@ -55,11 +58,11 @@ def test_signals_in_each_phase(fault: str, code: int, outcome: str, drive: Path,
     assert "Traceback" not in run.text, run.text
     checkpoints = complete_checkpoints(run.output / "checkpoints")
     for checkpoint in checkpoints:
-        read_manifest(checkpoint)
+        read_manifest(checkpoint, moments=not weights_alone(checkpoint))
     steps = len(run.steps) if (run.output / "metrics.jsonl").exists() else 0
     saved = bool(steps) and steps in [int(path.name.removeprefix("step-")) for path in checkpoints]
-    exported = (run.output / "export/model.safetensors").exists()
-    assert outcome == "either" or (saved, exported) == (outcome == "saved", outcome == "exported"), run.text
+    kept = ("weights" if weights_alone(checkpoints[-1]) else "saved") if saved else "nothing"
+    assert outcome == "either" or kept == outcome.replace("killed", "nothing"), run.text
     log = run.output / "log.txt"
     if outcome != "killed":
         assert not list(drive.glob("offload-trainer/run-*"))
@@ -85,29 +88,21 @@ def test_a_stop_that_does_not_fit_ends_at_once_and_resumes(tmp_path: Path) -> No
 
 
 def test_a_run_without_checkpoints_is_done_once(tmp_path: Path) -> None:
-    """Repeating the command trains and overwrites nothing; one with settings that change the weights is refused."""
+    """It saves its last weights. Repeating the command changes nothing; one that would train them on is refused."""
     output = tmp_path / "out"
     call(*NEVER, output=output)
     before = everything(output)
-    ScratchDirectory(workplace_of(output / "export"), what=EXPORT).leave()  # as if killed when all was written
     for words in ([], ["optim.kernel=torch", "train.eval_every=3", "--ram-fraction", "1"]):
-        assert "done before: 5 steps; the weights are in" in call(*NEVER, *words, output=output).text
+        told = call(*NEVER, *words, output=output).text
+        assert "is already at step 5 of 5, so nothing is changed" in told
+        assert "extends it" not in told
     for words, told in (
-        (["--steps", 7], "differs in train.steps"),
-        (["--save-every", 2, "--lr", "0.1"], "differs in optim.lr"),
-        (["--resume", "never"], "ended after step 5"),
+        (["--steps", 7], "holds weights without moments"),
+        (["--steps", 7, "--save-every", 2], "Move step-00000005 away, and the same command starts from step 0"),
+        (["--resume", "never"], "holds checkpoints of an earlier run"),
     ):
         refused = call(*NEVER, *words, output=output, check=False)
         assert (refused.code, told in refused.text) == (2, True), refused.text
-    assert everything(output) == before
-    (output / "export").rename(tmp_path / "mine")
-    assert "step 1" in call(*NEVER, output=output).text
-    weights = "model.safetensors"
-    assert (tmp_path / "mine" / weights).read_bytes() == (output / "export" / weights).read_bytes()
-    (output / "export.json").unlink()  # The export is no longer known to be this run's.
-    before = everything(output)
-    refused = call(*NEVER, output=output, check=False)
-    assert (refused.code, "is where this run would leave its weights" in refused.text) == (2, True), refused.text
     assert everything(output) == before
 
 
@@ -138,16 +133,19 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_an_export_of_a_run_without_checkpoints_has_its_final_weights(tmp_path: Path) -> None:
-    """Not those of an older checkpoint that a user had requested, whose own export says so."""
-    output = tmp_path / "out"
-    assert faulty("USR1@step=2", *NEVER, output=output).code == 0
-    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000002"]
+    """Not those of an older checkpoint that a user had requested, which stays, and whose own export says so."""
+    output, whole, weights = tmp_path / "out", tmp_path / "whole", "checkpoints/step-00000005/master.safetensors"
+    assert faulty("USR1@step=2", *NEVER, "save.keep=1", output=output).code == 0
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-00000002", "step-00000005"]
     done = run_script(COMMAND, "export", output, tmp_path / "hf", "--dtype", "fp32", "--check")
-    assert (done.returncode, "export, after step 5" in done.stdout + done.stderr) == (0, True), done.stderr
-    held, given = (load_file(place / "model.safetensors") for place in (tmp_path / "hf", output / "export"))
+    assert (done.returncode, "step-00000005" in done.stdout + done.stderr) == (0, True), done.stderr
+    assert "in fp32, from the masters of step-00000005." in " ".join((tmp_path / "hf/README.md").read_text().split())
+    call(*NEVER, "--save-every", 5, output=whole)
+    held, given = load_file(output / weights), load_file(whole / weights)
     assert held.keys() == given.keys()
     assert all(held[name].equal(given[name]) for name in given)
-    assert "in fp32, from the run after step 5." in " ".join((tmp_path / "hf/README.md").read_text().split())
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).state_dict()
+    assert all(exported[name].equal(given[name]) for name in given)
     older = run_script(COMMAND, "export", output / "checkpoints/step-00000002", tmp_path / "older", "--check")
     assert "in fp16 to" in older.stdout, older.stderr
     assert "read back: every header, and a sample of " in older.stdout
@@ -163,11 +161,11 @@ def test_a_signal_without_checkpoints_saves_one(tmp_path: Path) -> None:
     assert stopped.code == 128 + signal.SIGTERM
     assert "SIGTERM: finishing this step, then saving" in stopped.text
     assert "stopped after step 3, everything saved" in stopped.text
-    assert not (stopped.output / "export").exists()
+    assert not weights_alone(stopped.output / "checkpoints/step-00000003")
     again = call(*NEVER, output=stopped.output)
     assert "resumed from" in again.text
     assert results(again.output)["metrics"] == results(whole.output)["metrics"]
-    weights = "export/model.safetensors"
+    weights = "checkpoints/step-00000005/master.safetensors"
     assert (again.output / weights).read_bytes() == (whole.output / weights).read_bytes()
 
 
@@ -177,13 +175,15 @@ def test_no_room_for_a_checkpoint_at_a_signal(tmp_path: Path) -> None:
     stopped = faulty("INT@step=3;EIO@room", *NEVER, output=output)
     assert stopped.code == 128 + signal.SIGINT
     assert "no checkpoint was made" in stopped.text
-    assert f"stopped after step 3; the weights are in {output / 'export'}, but no checkpoint" in stopped.text
+    assert "stopped after step 3; only the weights could be saved" in stopped.text
     kept = everything(output)
     refused = call(*NEVER, output=output, check=False)
-    assert (refused.code, "ended after step 3 and left no checkpoint" in refused.text) == (2, True), refused.text
+    assert (refused.code, "holds weights without moments" in refused.text) == (2, True), refused.text
     assert everything(output) == kept
+    (export,) = re.findall(r"export them \((.*?)\)", stopped.text)
+    assert run_script(COMMAND, *shlex.split(export)[1:]).returncode == 0
     words = [word for word in NEVER if "overrides" not in str(word)]
-    assert "done: 5 steps" in call(*words, "--model", output / "export", output=tmp_path / "on").text
+    assert "done: 5 steps" in call(*words, "--model", f"{output}-hf", output=tmp_path / "on").text
 
 
 # -- faults of disks and drives: a message, no loss, and a rerun with the bits of an undisturbed run -------------------

@@ -276,7 +276,7 @@ def test_killed_after_its_end_nothing_stays_on_the_drive(moment: str, drive: Pat
     killed(moment, *words, output=tmp_path / "run")
     (lease,) = (drive / "offload-trainer").iterdir()
     run = call(*words, output=tmp_path / "run")
-    assert "done before: 6 steps" in run.text
+    assert "is already at step 6 of 6" in run.text
     assert f"{lease.parent}: removed what 1 run(s) left that died" in run.text
     assert not list((drive / "offload-trainer").iterdir())
     assert folders_in(tmp_path / "run/pages") == []

@@ -326,8 +326,9 @@ def test_a_run_resumes_on_another_day_and_machine(chat: Path, drive: Path, tmp_p
     run("pages", *pages, zone=first, fault="kill@line=3", code=-KILL)
     assert run("pages", *pages, zone=later) == whole
     done = run_script(COMMAND, *CHATTING, *data, *pages, "--output", tmp_path / "pages", TZ=first)
-    assert "done before: 6 steps" in done.stdout + done.stderr
-    assert "strftime_now" in AutoTokenizer.from_pretrained(tmp_path / "pages/export").chat_template
+    assert "is already at step 6 of 6" in done.stdout + done.stderr
+    assert run_script(COMMAND, "export", tmp_path / "pages", tmp_path / "hf").returncode == 0
+    assert "strftime_now" in AutoTokenizer.from_pretrained(tmp_path / "hf").chat_template
 
 
 @pytest.mark.parametrize("kind", ["text", "chat"])

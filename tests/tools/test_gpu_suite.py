@@ -276,14 +276,14 @@ def stage(begun: Stage, tmp_path: Path) -> Stage:
 
 @pytest.mark.slow
 def test_a_clipped_row_is_marked_and_selected_cases_are_run(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A case without an export needs no room for one. With --only nothing is compared with a row that is not run."""
+    """A case that saves nothing needs no room for it. With --only nothing is compared with a row that is not run."""
     case = speed.ours("clipped", "0", "0.5", "backward", "{drive}", "optim.max_grad_norm=1e-3")
     speed.Group("t", speed.gpt2, [case]).carry_out(stage)
     monkeypatch.setattr(stage, "_only", "half in RAM, half on the drive, overlap off")
     speed.GROUPS["drive"].carry_out(stage)
     clipped, selected = stage.record.rows
     assert clipped["outcome"].startswith("not comparable: 3 of 4 steps were updated early, and 0 of their")
-    assert not [item for item in clipped["plan"]["items"] if item["name"] in ("export", "checkpoints")]
+    assert not [item for item in clipped["plan"]["items"] if item["name"] in ("weights", "checkpoints")]
     assert (selected["outcome"], selected["of the floor"]) == ("ok", None)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from offload_trainer.common.errors import UserError
 from offload_trainer.common.safe_files import Count, Number, as_kind, file_bytes, one_line, parsed, read_yaml
 from offload_trainer.storage.atomic_io import write_text
+from offload_trainer.storage.manifest import weights_alone
 from offload_trainer.storage.retention import complete_checkpoints, step_of
 from offload_trainer.storage.scratch_dir import PAGES, folders_in, is_alive
 from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
@@ -55,26 +56,28 @@ def _summary(directory: Path) -> dict[str, Any]:
             validation_loss = validations[-1].validation_loss
         if checkpoints := complete_checkpoints(directory / "checkpoints"):
             saved = step_of(checkpoints[-1])
-        state = _state(directory, steps=steps, saved=saved)
+        state = _state(directory, steps=steps, newest=checkpoints[-1] if checkpoints else None)
     except UserError as error:  # one unreadable run must not hide the others
         state = str(error)
     known = {"step": step, "steps": steps, "loss": loss, "validation_loss": validation_loss, "saved": saved}
     return {"directory": str(directory), "state": state, **known}
 
 
-def _state(directory: Path, *, steps: int | None, saved: int | None) -> str:
+def _state(directory: Path, *, steps: int | None, newest: Path | None) -> str:
+    saved = step_of(newest) if newest else None
     with suppress(UserError):  # that is not known
         if is_alive(directory):
             return "is running"
     with suppress(OSError, ValueError):  # resuming the run reports the error
         if (saved is None or saved != steps) and folders_in(directory / PAGES):
             return "resumes from its page files"  # a newer checkpoint takes precedence
-    exported = (directory / "export").is_dir()
-    if saved is None:
-        return "exported, cannot resume" if exported else "no checkpoint: starts from step 0"
-    if exported and saved < (steps or 0):  # a run with save.every=0 that began at an older checkpoint
-        return f"exported; its newest checkpoint is of step {saved}"
-    return "done" if steps is not None and saved >= steps else f"resumes from step {saved}"
+    if newest is None:
+        return "no checkpoint: starts from step 0"
+    if steps is not None and step_of(newest) >= steps:
+        return "done"
+    if weights_alone(newest):
+        return f"holds the weights of step {saved} alone, cannot resume"
+    return f"resumes from step {saved}"
 
 
 def run_table(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:

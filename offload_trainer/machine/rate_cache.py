@@ -21,7 +21,7 @@ from offload_trainer.storage.atomic_io import make_directories, write_text
 from offload_trainer.storage.locks import exclusive_lock
 from offload_trainer.storage.owned_dirs import MODE, cache_directory, open_owned, reason
 
-_METHOD = 4  # raised when the same computation is timed in another way, so that older rates are measured again
+_METHOD = 5  # raised when a computation or its timing changes, so that older rates are measured again
 _DRIVE_METHOD = 3  # the same for drives
 
 

@@ -229,6 +229,12 @@ def test_a_start_that_cannot_use_them_is_refused(drive: Path, tmp_path: Path, al
         ("state", state[:-4096], "state is not there, or is shorter", False),
         ("record", bytes(len(record)), "record cannot be read: neither of its two slots is whole", False),
         ("record", record[:at] + b"~" + record[at + 1 :], older, None),
+        (
+            "store.json",
+            whole["store.json"].replace(b'"file_format": 3', b'"file_format": 2'),
+            "written in format 2",
+            False,
+        ),
         ("run.json", None, "run.json cannot be read: it is not there", True),
     ):
         (lease / name).unlink() if content is None else (lease / name).write_bytes(content)

@@ -27,6 +27,7 @@ from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
 from offload_trainer.plan.tiers import size_of_home
 from offload_trainer.storage.atomic_io import sync_directory, write_text
+from offload_trainer.storage.manifest import FORMAT
 from offload_trainer.storage.tensorfile import write_all
 
 DESCRIPTION, RECORD = "store.json", "record"
@@ -54,9 +55,12 @@ class StoreManifest:
     model: str
     rule: RuleName
     run: Line  # the run's id, which its record contains as well
-    masters: FormatName = "fp32"
+    masters: FormatName
+    file_format: Count = 0  # that of checkpoints, whose values these are
 
     def __post_init__(self) -> None:
+        if self.file_format != FORMAT:
+            raise ValueError(f"written in format {self.file_format}, this version reads {FORMAT}")
         state_format(self.rule, self.states, self.masters)  # raises ValueError for an unsupported combination
 
     @property
@@ -89,6 +93,7 @@ def manifest_of(
         pages=list(table.pages),
         weights=[ManifestWeight(weight.name, weight.shape, unit, start) for weight, unit, start in places],
         model=str(model.resolve()),
+        file_format=FORMAT,
     )
 
 

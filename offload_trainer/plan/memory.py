@@ -95,7 +95,7 @@ def saved_items(work: Workload, *, output: str) -> list[Item]:
     if work.checkpoints is None:
         return []
     if work.checkpoints == 0:
-        return [Item(output, "weights", 4 * work.shape.parameters, "in fp32, saved at the end")]
+        return [Item(output, "final weights", 4 * work.shape.parameters, "in fp32, saved at the end")]
     size, keep = checkpoint_bytes(work), work.checkpoints
     masters = f"{work.state.masters.name} master weights and moments"
     why = f"{keep} kept and the one being written, {format_bytes(size)} each: {masters}"

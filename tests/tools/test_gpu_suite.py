@@ -283,7 +283,7 @@ def test_a_clipped_row_is_marked_and_selected_cases_are_run(stage: Stage, monkey
     speed.GROUPS["drive"].carry_out(stage)
     clipped, selected = stage.record.rows
     assert clipped["outcome"].startswith("not comparable: 3 of 4 steps were updated early, and 0 of their")
-    assert not [item for item in clipped["plan"]["items"] if item["name"] in ("weights", "checkpoints")]
+    assert not [item for item in clipped["plan"]["items"] if item["name"] in ("final weights", "checkpoints")]
     assert (selected["outcome"], selected["of the floor"]) == ("ok", None)
 
 

@@ -342,9 +342,9 @@ _SOURCE = _value(
 class Command:
     """A command: what it does, its help, and its own arguments. `configured`: other words are the configuration."""
 
-    run: Callable[[Namespace, list[str]], None]  # with the values of its arguments, and the words of the configuration
+    run: Callable[[Namespace, list[str]], None]  # takes the argument values, and the words of the configuration
     summary: str
-    arguments: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # of argparse's add_argument, by name
+    arguments: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # name -> keywords of argparse's add_argument
     configured: bool = False
     more: str = ""
     begins: str = ""  # words that come before the configuration

@@ -337,7 +337,7 @@ def argument_mistakes(args: TrainingArguments, session: Session) -> Iterator[str
     if rows > planned:
         yield f"{rows} rows in a micro-batch, and the plan counts {planned}: load(..., micro_batch_size={rows})"
     words: dict[str, Any] = {}
-    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):  # of versions of transformers
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):  # names differ by version
         words |= getattr(args, name, None) or {}
     right = {"use_reentrant": False, "every_n_layers": 1, "offload": False, "selective": False}
     for name, value in words.items():

@@ -168,7 +168,7 @@ class DeepSpeedCandidate:
         self._trained = -(-self._held_trained * work.here // work.data)  # parameters with their state on a node
         self._largest = max((count for count, trained in held if trained), default=0)
         self._bucket = min(self.sizes.reduce_bucket, self._held_trained)
-        self._gathered = min(shape.parameters, self.sizes.max_live + self.sizes.prefetch_bucket)  # by ZeRO-3, at a time
+        self._gathered = min(shape.parameters, self.sizes.max_live + self.sizes.prefetch_bucket)  # elements, for ZeRO-3
         # Bytes of the gradient sums over a rank's micro-batches.
         self._sums = 4 if work.accumulate > 1 else work.item_bytes
         sent = gathered(shape, self.sizes) if placement.stage == 3 else {}
@@ -396,7 +396,7 @@ def zero_sizes(
     prefetch = 0 if placement.params == TierKind.DRIVES else min(_BUCKET, block)
     live = _given(section.max_live_parameters, 2 * max(largest, block))
     pipelines = section.pipeline_read + section.pipeline_write
-    largest_sub_group = 0  # of one rank: shards of weights are added until `sub_group` is reached
+    largest_sub_group = 0  # elements of one rank: weights' shards are added until `sub_group` is reached
     for group in decay_groups(shape.weights):
         held = 0
         for weight in group:

@@ -38,7 +38,7 @@ from offload_trainer.storage.retention import WORK, complete_checkpoints, prune,
 from offload_trainer.storage.transfer import Future, Workers
 
 RESIDENT, MADE = "resident", "run.json"
-_LOGS = "metrics.jsonl", "evaluations.jsonl"  # of the run directory; synced before a checkpoint is complete
+_LOGS = "metrics.jsonl", "evaluations.jsonl"  # logs in the run directory; synced before a checkpoint is complete
 _SMALL_FILES = 1 << 18  # upper bound for most models, in bytes, of headers, manifest and the other JSON
 
 # Settings that may change at resume although they change the training; `check_resume` reports each one that did.

@@ -22,7 +22,7 @@ from offload_trainer.common.safe_files import open_file
 from offload_trainer.storage.atomic_io import make_directories, sync_directory
 from offload_trainer.storage.locks import NoLocks, open_lock, try_lock
 
-MODE = 0o644  # of files in the cache: a umask of 002 would let the group change files that `open_owned` reads back
+MODE = 0o644  # mode of cached files: a umask of 002 would let the group change files that `open_owned` reads back
 _UNNAMED = re.compile(r"~[0-9a-f]{8}$")  # behind the name of a directory that is being made
 MARK = ".lock"  # the mark, locked as long as its process lives
 _REPLACED = "replaced"  # name in a scratch directory for the replaced directory

@@ -99,7 +99,7 @@ class Future:
         self._lock, self._running = threading.Lock(), threading.Lock()  # an Event takes ten times as long to create
         self._after: list[Callable[[BaseException | None], None]] = []
         if parts:
-            self._running.acquire()  # until the last part has ended
+            self._running.acquire()  # released when the last part has ended
 
     @property
     def done(self) -> bool:

@@ -22,7 +22,7 @@ Point = tuple[float, float]
 Rows = Sequence[Sequence[str]]
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _MARGIN = 640, 280, 92, 34, 14
-RELOAD = '<meta http-equiv="refresh" content="10">'  # in the page of a run that goes on
+RELOAD = '<meta http-equiv="refresh" content="10">'  # reloads the page while the run is running
 
 
 class Series(NamedTuple):

@@ -120,7 +120,7 @@ class Gradients:
         self.on_device = {unit.index: part for unit, part in zip(there, shares, strict=True)}
         adds_there = parts.sizes.adds_on_device
         self._added_there = {unit.index for unit in units if adds_there(unit, store.homes[unit.index])}
-        self._device_sums: dict[str, torch.Tensor] = {}  # of such units' weights, until they leave the device
+        self._device_sums: dict[str, torch.Tensor] = {}  # weight -> its sum in such a unit, until it leaves the device
         self._order = tuple(name for name in order if name in self._intake.place)
         self._norms: dict[str, torch.Tensor] = {}
         self._direct: dict[str, Future] = {}  # direct copies to host memory in flight
@@ -368,7 +368,7 @@ class Gradients:
 
     def close(self) -> None:
         """Wait for the adding thread's queued work, successful or not, and end the thread."""
-        with suppress(Exception):  # that thread waits for all copies, of which some may have failed
+        with suppress(Exception):  # the adding thread waits for all copies, and some may have failed
             self._downloads.queue()
         self._adding.close()
         if self._node.world > 1:
@@ -478,7 +478,7 @@ class StagedSums:
         """Allocate buffers for blocks with sums on a drive; all other such units share one buffer."""
         self._units, self.store = tuple(units), store
         self._own = [range_of_rank(unit, node.rank, ranks=node.world) for unit in units]
-        self._stagings: dict[bool, list[_Staging]] = {}  # of blocks and of others; the least recently used is first
+        self._stagings: dict[bool, list[_Staging]] = {}  # key: for blocks or not; the least recently used is first
         for block, count in ((True, GRADIENT_BUFFERS), (False, 1)):
             sizes = [unit.trained for unit in units if unit.block == block and on_drive(store.homes[unit.index])]
             size = max(sizes, default=0) * store.dtype.itemsize

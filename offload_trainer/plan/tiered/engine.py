@@ -365,7 +365,7 @@ class TieredCandidate:
         for measured, size in footprint.added_bytes(work, homes, sizes, gpu=gpu is not None).items() if alone else ():
             keys = [sums_key(name, measured=measured) for name in step_time.kernels_of(work)]
             rate = next((rates[key] for key in keys if key in rates), memory)
-            adding += size / rate.value if rate is not None else 0.0  # of adding gradients and measuring their sums
+            adding += size / rate.value if rate is not None else 0.0  # seconds to add gradients and measure their sums
         if gpu is not None and adding:
             bounds.append(step_time.Bound("backward", adding, "adding gradients in RAM", "memory"))
         if gpu is None:  # the cores that compute also add gradients and copy weights from RAM

@@ -232,7 +232,7 @@ def _record(state: ForeignState, of: ModelSource, config: TrainConfig, *, steps:
         section: {key: value for key, value in keys.items() if f"{section}.{key}" not in _UNKNOWN}
         for section, keys in config.model_dump(mode="json").items()
     }
-    made["optim"] |= dict(state.optim, moment_dtype="fp32", master_dtype="fp32")  # those of the files
+    made["optim"] |= dict(state.optim, moment_dtype="fp32", master_dtype="fp32")  # dtypes of the files
     made["train"]["steps"] = steps
     identity = dict.fromkeys(("seed", "seq_len", "shuffle", "initial weights")) | UNKNOWN_IDENTITY
     return RunRecord(

@@ -272,7 +272,7 @@ _KEYS = "Other keys are given as section.key=value; docs/config.md lists them al
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that raises UserError for mistakes, and knows no abbreviations of its flags."""
+    """A parser that raises UserError for mistakes and accepts no abbreviated flags."""
 
     def __init__(self, prog: str, **given: Any) -> None:
         super().__init__(prog=prog, add_help=False, allow_abbrev=False, **given)

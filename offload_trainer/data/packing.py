@@ -73,7 +73,7 @@ class DocumentEncoder:
         return f"note: {self._inexact} {without}" if self._inexact else ""
 
     def parsed(self, record: dict[str, Any], *, where: str) -> list[str]:
-        """Return the document in a record. Raises UserError if it has none."""
+        """Return the document in a record. Raises UserError for a record without one."""
         with documents.at(where):
             return [documents.text_in(record, self.column)]
 
@@ -216,7 +216,7 @@ class RowEncoder:
         return "; ".join([*parts, *self._answers.told()])
 
     def parsed(self, record: dict[str, Any], *, where: str) -> documents.Example:
-        """Return the conversation in a record. Raises UserError if it has none."""
+        """Return the conversation in a record. Raises UserError for a record without one."""
         return documents.example_of(record, form=self._form, where=where)
 
     def encode(self, examples: Iterable[documents.Example], *, last: bool = True) -> Iterator[np.ndarray]:

@@ -44,8 +44,8 @@ class BreadthFirst:
         """Wrap the checkpointed blocks of `loss`; other forwards of the model are unchanged.
 
         `saving` returns a context for the threads that run parts of the forward: the caller's saved-tensor hooks.
-        `cuts` connects the ranks of a pipeline: each computes its blocks only, and in place of another block's output
-        has NaN, or what that block's rank sends if one of its own follows. `in_order`: the forward does not take the
+        `cuts` connects the ranks of a pipeline. Each computes its own blocks only; another block's output is NaN, or is
+        received from that block's rank if the next block is computed here. `in_order`: the forward does not take the
         micro-batches in reverse, so the first loss may begin while the last block computes the others.
         """
         self._loss, self._saving, self._cuts, self._in_order = loss, saving, cuts, in_order
@@ -240,7 +240,7 @@ class _MicroBatch:
     def _pass_through(self, call: Callable[[], Any]) -> Any:
         """Return the block's output, cut off its graph, or what stands for it if another rank needs or computes it.
 
-        What another rank sends is received when this micro-batch goes on, since others may be computed before.
+        What another rank sends is received when this micro-batch resumes, since others may be computed before.
         """
         block, cuts = len(self.cuts), self._cuts
         hidden, self._hidden = self._hidden, None

@@ -164,7 +164,7 @@ def _without_bf16(tensor: torch.Tensor | None) -> torch.Tensor | None:
 def choose_cuda_kernel(device: torch.device) -> tuple[CudaKernel | None, str]:
     """Return the kernel for pages on the GPU `device` with a sentence for the log, or None and the reason in one line.
 
-    It never raises. There is none if it cannot be compiled or does not match the CPU's bit for bit: results must not
+    It never raises. The kernel is None if it cannot be compiled or is not bit-identical to the CPU's: results must not
     depend on the placement of the state. The reason has the error's type if it is a driver's or a library's.
     """
     try:

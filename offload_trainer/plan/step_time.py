@@ -187,7 +187,7 @@ def copy_seconds(read: int, written: int, machine: MachineProfile) -> float | No
 
 
 def _at_once(read: int, written: int, *rates: Rate | None, stretch: float = 1.0) -> float | None:
-    """Return the seconds of both ways at once, then of the rest; `rates`: in, out, and both in parallel."""
+    """Return the seconds of both ways in parallel, then of the rest; `rates`: in, out, and both in parallel."""
     known = [rate.value for rate in rates if rate is not None]
     if len(known) < len(rates):
         return None

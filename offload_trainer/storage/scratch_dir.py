@@ -56,7 +56,7 @@ def leased(
         try:
             yield place.path
         except BaseException as error:
-            # A lease that nobody has closed, perhaps in a forked child, is left to the next start.
+            # A lease that was not closed, perhaps in a forked child, is left to the next start.
             if isinstance(error, GeneratorExit) or _need_for(place.path)[1]:
                 place.leave()
             raise

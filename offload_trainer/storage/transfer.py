@@ -1,7 +1,7 @@
 """Asynchronous transfers between host memory and drive files, many at a time, with every error reported.
 
-`Transfers.read` and `write` return a `Future` at once. They use preadv and pwritev with O_DIRECT on threads; offsets
-and sizes are multiples of 4096 bytes.
+`Transfers.read` and `write` return a `Future` immediately. They use preadv and pwritev with O_DIRECT on threads;
+offsets and sizes are multiples of 4096 bytes.
 """
 
 import os

@@ -343,7 +343,7 @@ class TieredCandidate:
         return [*footprint.tiered_items(self.work, self._laid_out, self.sizes, self.machine)]
 
     def costs(self) -> step_time.Costs:
-        """Return the time beside the model's computation: bytes moved, the update, ranks, and adding gradients."""
+        """Return the time on top of the model's computation: bytes moved, the update, ranks, and adding gradients."""
         work, machine, homes, sizes, gpu = self.work, self.machine, self._laid_out, self.sizes, self.machine.gpu
         traffic = footprint.tiered_traffic(work, homes, sizes, machine)
         by_parts = footprint.gathered_weights(work, homes, sizes)

@@ -111,7 +111,7 @@ def _batches(config: TrainConfig, words: str, rows: int, together: int) -> list[
         config = config.with_keys("deepspeed", zero_stage="auto")
     config = with_words(config.with_keys("parallel", tensor=1, pipeline=1), words)
     sizes = {math.gcd(rows, most * together) for most in _MICRO}
-    if "pipeline" in words:  # 1, 2 or 4 times as many micro-batches as ranks, or those of the sizes `_MICRO`
+    if "pipeline" in words:  # 1, 2 or 4 times as many micro-batches as ranks, or the sizes in `_MICRO`
         few = {math.gcd(rows, max(1, rows // (times * together))) for times in (1, 2, 4)}
         sizes = few | {math.gcd(rows, most) for most in _MICRO}
     return [

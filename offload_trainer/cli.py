@@ -272,7 +272,7 @@ _KEYS = "Other keys are given as section.key=value; docs/config.md lists them al
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that raises UserError for mistakes, and knows no abbreviations of its flags."""
+    """A parser that raises UserError for mistakes and accepts no abbreviated flags."""
 
     def __init__(self, prog: str, **given: Any) -> None:
         super().__init__(prog=prog, add_help=False, allow_abbrev=False, **given)
@@ -342,9 +342,9 @@ _SOURCE = _value(
 class Command:
     """A command: what it does, its help, and its own arguments. `configured`: other words are the configuration."""
 
-    run: Callable[[Namespace, list[str]], None]  # with the values of its arguments, and the words of the configuration
+    run: Callable[[Namespace, list[str]], None]  # takes the argument values, and the words of the configuration
     summary: str
-    arguments: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # of argparse's add_argument, by name
+    arguments: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # name -> keywords of argparse's add_argument
     configured: bool = False
     more: str = ""
     begins: str = ""  # words that come before the configuration

@@ -337,7 +337,7 @@ def argument_mistakes(args: TrainingArguments, session: Session) -> Iterator[str
     if rows > planned:
         yield f"{rows} rows in a micro-batch, and the plan counts {planned}: load(..., micro_batch_size={rows})"
     words: dict[str, Any] = {}
-    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):  # of versions of transformers
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):  # transformers' versions differ
         words |= getattr(args, name, None) or {}
     right = {"use_reentrant": False, "every_n_layers": 1, "offload": False, "selective": False}
     for name, value in words.items():
@@ -368,7 +368,7 @@ def _refuse(mistakes: list[str]) -> None:
 
 
 def _save_pretrained(session: Session, save_directory: str | Path, **words: Any) -> None:
-    """Implement save_pretrained by streaming the weights beside the folder's files. Rank 0 alone writes."""
+    """Implement save_pretrained by streaming the weights next to the folder's files. Rank 0 alone writes."""
     harmless = ("is_main_process", "max_shard_size", "safe_serialization")
     if others := [f"{name}={value!r}" for name, value in words.items() if value and name not in harmless]:
         raise UserError(f"save_pretrained of offloaded weights takes a directory only, not {', '.join(others)}")

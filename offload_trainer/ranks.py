@@ -41,7 +41,7 @@ _LATER = 30  # extra seconds before other ranks time out, so that rank 0 does fi
 _BEAT = 5.0  # seconds between two exchanges of the threads that watch the other ranks
 _GONE = 30.0  # seconds after which a wait counts as endless once a rank has ended
 _INTERFACE = "GLOO_SOCKET_IFNAME"  # environment variable: network interface between the nodes, as for gloo
-_ABSENT = torch.iinfo(torch.int64).min  # in place of a number that has not come
+_ABSENT = torch.iinfo(torch.int64).min  # stands for a number that has not arrived
 _MOST_BYTES = 1 << 30  # largest message whose size the sender chooses
 _TAGS = 1 << 31  # gloo takes smaller tags
 
@@ -191,8 +191,8 @@ class Group:
         return [_decode(values.numpy().tobytes(), kind) for values in found]
 
 
-_groups = WeakSet[Group]()  # that this process has created
-_names = count()  # of groups; all ranks create theirs in the same order
+_groups = WeakSet[Group]()  # groups that this process has created
+_names = count()  # names of groups; all ranks create theirs in the same order
 _inside: dict[int, float] = {}  # the threads that are inside gloo, and when they have entered it
 _closed = threading.Event()  # set once no thread may enter gloo
 _watching: list[threading.Thread] = []  # the thread of `end_if_rank_vanishes`, if any
@@ -255,7 +255,7 @@ def join() -> None:
                 raise TrainerError(f"{_late()}: {arrived} of {world} are here")
             time.sleep(_AGAIN)
         _everybody = _connect("everybody", range(world), patience=_SETTING_UP, rank=rank, store=_store)
-    except RuntimeError as error:  # of the store
+    except RuntimeError as error:  # raised by the store
         raise TrainerError("the launcher has ended before all ranks have come; its node says why") from error
     except PeerGone as error:
         hint = f"{_INTERFACE} names the network between them"

@@ -33,11 +33,11 @@ class UserError(TrainerError):
 
 
 class NonFiniteGradient(TrainerError):
-    """NaN or infinity in the step's gradients; weights and state are unchanged, and a session's caller may go on."""
+    """NaN or infinity in the step's gradients; weights and state are unchanged, and a session's caller may continue."""
 
 
 class GpuFull(TrainerError):
-    """The GPU has too little free memory. run/train.py then goes on with a smaller plan, if there is one rank."""
+    """The GPU has too little free memory. run/train.py then continues with a smaller plan, if there is one rank."""
 
     def __init__(self, error: BaseException, *, unvalidated: int = 0) -> None:
         """Take torch's error, and the step after which a validation ran out of memory (0: it was something else)."""
@@ -69,7 +69,7 @@ class Interrupted(TrainerError):
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal ended the program at once: exit code 128 + its number. `unsaved`: why progress is lost, if it is."""
+    """A signal ended the program immediately: exit code 128 + its number. `unsaved`: why progress is lost, if it is."""
 
     def __init__(self, signal_number: int, *, unsaved: str = "") -> None:
         name = signal.Signals(signal_number).name

@@ -30,7 +30,7 @@ RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")  # also when compressed
 LINE_BYTES = 1 << 26  # limit for a line or a record of text, which is in memory whole, several times over
 _BLOCK = 1 << 18
 _ROWS = 256  # rows of a table converted to records at a time
-_BETWEEN = re.compile(r"[\s,]*")  # what separates the items of a JSON array
+_BETWEEN = re.compile(r"[\s,]*")  # separator between the items of a JSON array
 
 
 def _zstd(raw: io.BufferedReader) -> io.BufferedReader:

@@ -221,9 +221,9 @@ class AnswerEncoder:
     def _trimmed(self, text: str, span: Span, turn: _Turn, *, ends: bool, final: bool) -> Span:
         """Exclude a generation prompt from a marked span, and if it `ends` an answer, an end that ends no generation.
 
-        gpt-oss marks its prompt, and writes <|end|> behind earlier answers: a model that learned this there would go on
-        to the next question. Answers that end without a special token are counted, and a `final` one that is cut. If
-        the template's turns are not known, nothing is excluded.
+        gpt-oss marks its prompt, and writes <|end|> behind earlier answers: a model that learned this there would
+        continue with the next question. Answers that end without a special token are counted, and a `final` one that
+        is cut. If the template's turns are not known, nothing is excluded.
         """
         start, end = span
         start += len(turn.prompt) * text.startswith(turn.prompt, start)

@@ -73,14 +73,14 @@ class DocumentEncoder:
         return f"note: {self._inexact} {without}" if self._inexact else ""
 
     def parsed(self, record: dict[str, Any], *, where: str) -> list[str]:
-        """Return the document in a record. Raises UserError if it has none."""
+        """Return the document in a record. Raises UserError for a record without one."""
         with documents.at(where):
             return [documents.text_in(record, self.column)]
 
     def encode(self, documents: Iterable[Iterable[str]], *, last: bool = True) -> Iterator[np.ndarray]:
         """Yield the documents' ids as uint32, batch after batch. `last` is of no concern to documents."""
         (begin, end), begins_document = document_marks(self._tokenizer), True
-        tail: list[int] = []  # as many of the document's last ids as there are in `end`
+        tail: list[int] = []  # the document's last ids, as many as `end` has
         for batch in _batches(piece for blocks in documents for piece in self.pieces(blocks)):
             ids: list[int] = []
             for piece, row in zip(batch, self._encode_all([one.before + one.text for one in batch]), strict=True):
@@ -190,8 +190,8 @@ class RowEncoder:
         self.identity = f", as {form}, train_on={section.train_on}, packing={section.packing}, template {template}"
         # Padding is not learned, so any id serves that the model has. It may lack the tokenizer's pad token.
         self._pad = (tokenizer.eos_token_id or 0) | NOT_LEARNED
-        # Conversations in rows, their tokens and the longest; tokens `learned`; those `cut` and their tokens `cut_off`;
-        # those `left_out`, since all their answers would be cut off; those `unanswered`, with nothing to learn.
+        # Counts: conversations in rows, their tokens and the longest; tokens `learned` and `cut_off`; conversations
+        # `cut` to a row, `left_out` since all their answers would be cut off, and `unanswered`, with nothing to learn.
         self.counts = Counter[str]()
         self._complete = 0  # number of rows that have been returned
         self.open_rows: list[np.ndarray] = []  # marked ids of each packed row that more conversations may join
@@ -216,13 +216,13 @@ class RowEncoder:
         return "; ".join([*parts, *self._answers.told()])
 
     def parsed(self, record: dict[str, Any], *, where: str) -> documents.Example:
-        """Return the conversation in a record. Raises UserError if it has none."""
+        """Return the conversation in a record. Raises UserError for a record without one."""
         return documents.example_of(record, form=self._form, where=where)
 
     def encode(self, examples: Iterable[documents.Example], *, last: bool = True) -> Iterator[np.ndarray]:
         """Yield the rows that these conversations complete, and the open ones in their order if they are the `last`."""
         left = iter(examples)
-        while batch := list(islice(left, 256)):  # in one call of the tokenizer
+        while batch := list(islice(left, 256)):  # one call of the tokenizer encodes a batch
             # Chat templates that ask for the date or the time print the day.
             with patch.object(chat_template_utils, "datetime", SimpleNamespace(now=lambda: self._day)):
                 rendered = list(self._answers.encode(batch))
@@ -297,7 +297,7 @@ class TokenSpec:
 
     section: DataSection
     tokenizer: PreTrainedTokenizerBase
-    fingerprint: str  # of the tokenizer
+    fingerprint: str  # hash of the tokenizer
     vocabulary: int  # the model's number of ids
     seq_len: int
     say: Callable[[str], None]

@@ -32,7 +32,7 @@ _SPLITS = {
 }
 _CARD = "README.md"
 _SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.\w+")  # one of several files, by its name
-# Licences, what `datasets` writes beside its data, and descriptions of token files
+# Licences, what `datasets` writes next to its data, and descriptions of token files
 _ABOUT = re.compile(
     r"(licen[cs]e|notice|citation)\.(txt|md)|(config|state|dataset_(infos?|dict)|.*\.bin)\.json|cache-\w+\.arrow", re.I
 )
@@ -43,9 +43,9 @@ def find_sources(
 ) -> list[Path]:
     """Return the files for `paths`: in the given order, a directory's files sorted by path.
 
-    A directory stands for its files of text and tables, at any depth; if it has the splits of a data set, for those of
-    the train split, or with `validation` of the validation or else the test split. A stream of the hub has none. `say`
-    is told of files that are left, and of numbered ones that are missing.
+    A directory stands for its files of text and tables, at any depth. If it has the splits of a data set, it stands for
+    the train split, or with `validation` for the validation split, or else the test split. A stream of the hub has no
+    files. `say` receives notes on files that are left out, and on numbered ones that are missing.
 
     Raises UserError for paths that do not exist (naming all of them), a directory without text or without the split
     among its splits, .bin files mixed with text, and a file that is not text.
@@ -146,7 +146,7 @@ def _files_inside(directory: Path, wanted: Sequence[str], *, say: Callable[[str]
     listed = {folder: _data_files(folder) for folder in {path.parent for path in files}}
     files = [path for path in files if not listed[path.parent] or path.name in listed[path.parent]]
     front = _front_matter(directory / _CARD)
-    has_records = any(map(holds_records, files))  # a README.md beside them describes them; others may be the text
+    has_records = any(map(holds_records, files))  # a README.md next to them describes them; others may be the text
     files = [path for path in files if path.name != _CARD or not (has_records or (front and path == directory / _CARD))]
     if not files:
         token_files = sorted(str(file) for file in directory.glob("*.bin"))

@@ -76,7 +76,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Write the files that load this tokenizer again, in transformers 4 too, beside the config.json in `directory`.
+    """Write the files that load this tokenizer again, in transformers 4 too, next to the config.json in `directory`.
 
     Files of the tokenizer's own directory are copied if they describe this tokenizer. With some config.json files
     transformers loads another tokenizer than a directory's tokenizer.json describes. The loaded one is what the model

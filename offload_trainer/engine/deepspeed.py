@@ -224,7 +224,7 @@ class DeepSpeedEngine:
             if weights
         ]
         settings: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
-        optimizer: torch.optim.Optimizer | None = None  # of state on the accelerator
+        optimizer: torch.optim.Optimizer | None = None  # None: DeepSpeed creates it from `words`
         if "optimizer" not in words and optim.moment_dtype == "8bit":
             with importing("bitsandbytes", feature="optim.moment_dtype=8bit with --engine deepspeed"):
                 import bitsandbytes
@@ -368,7 +368,7 @@ class DeepSpeedEngine:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         parameter = self._parameters[name]
-        part = self._parts.of(name, tensor, getattr(parameter, "ds_shape", parameter.shape))  # of the gathered weight
+        part = self._parts.of(name, tensor, getattr(parameter, "ds_shape", parameter.shape))  # the gathered shape
         if kind == "master":
             safe_set_full_fp32_param(parameter, part.to(_device(), torch.float32))
         elif kind != "fixed":

@@ -203,7 +203,7 @@ class TieredEngine:
         norm = self.offloaded.norm() / scale.value
         finite = norm == norm and norm not in (float("inf"), float("-inf"))
         factor = clip_factor(norm, limit=self._optim.max_grad_norm) if finite else 0.0
-        self._updating = True  # until the caller begins something else, which knows then that this step is done
+        self._updating = True  # cleared by the next step or evaluation, when the caller knows that this step is done
         if finite:
             self.offloaded.step(rules, scale=factor / scale.value)
         self.offloaded.clear()

@@ -536,7 +536,7 @@ def bench_links(known: Links, *, ranks: int, say: Callable[[str], None]) -> Link
         try:
             spawn(run_rank, (ranks, folder), nprocs=ranks, daemon=True)  # ends the other ranks if one fails
         except ProcessException as error:
-            first, *lines = str(error).rpartition('  File "')[2].splitlines()  # of the last frame, if there is one
+            first, *lines = str(error).rpartition('  File "')[2].splitlines()  # lines of the last frame, if any
             said = " ".join([line for line in lines if line and line[0] != " "] or [first])
             why = f"rank {error.error_index}: {said}"
             raise TrainerError(f"links between {ranks} ranks could not be timed: {why}") from error

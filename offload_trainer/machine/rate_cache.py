@@ -88,7 +88,7 @@ def refuse_unwritable() -> None:
         if is_there(path):
             os.close(open_owned(path))
     except (ValueError, OSError) as error:
-        refused = isinstance(error, ValueError)  # by `open_owned`
+        refused = isinstance(error, ValueError)  # `open_owned` raised it
         why = f"{error}; move it away, or" if refused else f"rates cannot be saved there: {reason(error)};"
         raise UserError(f"{path}: {why} name another directory with OFFLOAD_TRAINER_CACHE") from error
 

@@ -89,7 +89,7 @@ class _Count:
         self._named, inside = blocks, {self._model.get_submodule(name) for name in blocks}
         unit = {parameter: unit_of(name, blocks)[0] for name, parameter in self._model.named_parameters()}
         used = {m: [unit[weight] for weight in m.parameters(recurse=m in inside)] for m in self._model.modules()}
-        self._units_of = {module: units for module, units in used.items() if units}  # of the weights that it fetches
+        self._units_of = {module: units for module, units in used.items() if units}  # units of the fetched weights
         self._unit_in = {parameter.untyped_storage()._cdata: name for parameter, name in unit.items()}
         # In an architecture that does not name its blocks they are the modules that transformers checkpoints.
         self._blocks = blocks or [n for n, m in loss.model.named_modules() if isinstance(m, GradientCheckpointingLayer)]

@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 
 _GROUPS = "num_key_value_groups"
 _MOST = 1000  # lengths of rows may vary
-_WHOLE: dict[Any, bool] = {}  # what `needs_whole_heads` has returned
+_WHOLE: dict[Any, bool] = {}  # cached results of `needs_whole_heads`
 
 
 def repeat_keys_where_needed() -> None:

@@ -32,7 +32,7 @@ from offload_trainer.offloading.ranks.cuts import Cuts, Like
 
 Saving = Callable[[], AbstractContextManager[Any]]
 _HERE = local()  # has the attribute `micro_batch` in a thread of one
-_ROW, _MICRO, _CHUNK = 24, 3, 16  # of the trial: tokens of a row, micro-batches, and tokens of a piece of the loss
+_ROW, _MICRO, _CHUNK = 24, 3, 16  # the trial: tokens of a row, micro-batches, and tokens of a chunk of the loss
 
 
 class BreadthFirst:
@@ -44,8 +44,8 @@ class BreadthFirst:
         """Wrap the checkpointed blocks of `loss`; other forwards of the model are unchanged.
 
         `saving` returns a context for the threads that run parts of the forward: the caller's saved-tensor hooks.
-        `cuts` connects the ranks of a pipeline: each computes its blocks only, and in place of another block's output
-        has NaN, or what that block's rank sends if one of its own follows. `in_order`: the forward does not take the
+        `cuts` connects the ranks of a pipeline. Each computes its own blocks only; another block's output is NaN, or is
+        received from that block's rank if the next block is computed here. `in_order`: the forward does not take the
         micro-batches in reverse, so the first loss may begin while the last block computes the others.
         """
         self._loss, self._saving, self._cuts, self._in_order = loss, saving, cuts, in_order
@@ -171,7 +171,7 @@ class _MicroBatch:
     def __init__(self, number: int, body: Callable[[], Any], batch: tuple[Any, ...], cuts: Cuts | None) -> None:
         self.batch = batch
         self.cuts: list[list[Any]] = []  # nodes of the cuts after each block, by its number
-        self.only_hidden = True  # as in `BreadthFirst`
+        self.only_hidden = True  # the same as in `BreadthFirst`, for this micro-batch
         self._number, self._cuts = number, cuts
         self._hidden: Any = None  # input of the current block
         self._last: Any = None  # output of the last one
@@ -180,8 +180,8 @@ class _MicroBatch:
         self.ended = False
         self._body = body
         self._answer: Any = None  # output of `module`, which the thread waits for
-        self._output: Any = None  # what the body has returned
-        self._error: BaseException | None = None  # what it has raised
+        self._output: Any = None  # the body's return value
+        self._error: BaseException | None = None  # an exception that the body raised
         self._thread: Thread | None = None
         self._asked, self._answered = SimpleQueue[Any](), SimpleQueue[Any]()
         self._generators: Any = None
@@ -240,7 +240,7 @@ class _MicroBatch:
     def _pass_through(self, call: Callable[[], Any]) -> Any:
         """Return the block's output, cut off its graph, or what stands for it if another rank needs or computes it.
 
-        What another rank sends is received when this micro-batch goes on, since others may be computed before.
+        What another rank sends is received when this micro-batch resumes, since others may be computed before.
         """
         block, cuts = len(self.cuts), self._cuts
         hidden, self._hidden = self._hidden, None

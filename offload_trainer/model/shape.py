@@ -200,7 +200,7 @@ def products_of(model: PreTrainedModel) -> dict[str, float]:
     """Return for each parameter the number of products per token in which its elements take part.
 
     The planner derives FLOPs from it. A matrix takes part in one for each module that uses it, an expert of E in k / E
-    if each token is sent to k of them, an embedding that is only looked up, a bias and a norm in none.
+    if each token is sent to k of them. Biases, norms and embeddings that are only looked up take part in none.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = dict.fromkeys(names.values(), 0.0)

@@ -132,7 +132,7 @@ def refuse_crossing(model: PreTrainedModel) -> None:
     """Raise UserError if documents in a row influence each other in models like `model`, or if that is unknown.
 
     transformers derives a mask between documents from positions that restart, if an architecture passes them on and
-    carries no other state from token to token. The trial computes a row of several documents and each by itself, and,
+    carries no other state from token to token. The trial computes a row of several documents and each alone, and,
     to show that it can tell, the row without positions.
     """
     name, key = type(model).__name__, "data.packing=on"

@@ -54,7 +54,7 @@ class EngineParts:
     units: tuple[Unit, ...]
     homes: TierMap
     sizes: TierSizes  # sizes of the buffers between tiers, and when the update runs
-    format: StateFormat  # of the optimizer state
+    format: StateFormat  # format of the optimizer state
     dtype: torch.dtype  # dtype of the model's weights
     gradient_dtype: torch.dtype  # dtype of the accumulated gradients
     ring_bytes: int  # size of the host ring buffer between the device and gradient sums in RAM or on drives

@@ -22,7 +22,7 @@ from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future, Workers, done, followed
 
 Read = Callable[[torch.Tensor], Future]  # fills a host tensor from a drive
-Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # from the first tensor of each pair to the second
+Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # pairs of source and destination
 Mark = torch.cuda.Event | None  # an event after what was queued on the device by then; on a CPU None
 Copy = Callable[[torch.Tensor, torch.Tensor], object]  # host memory, and where on the device it goes
 _When = Callable[[Callable[[], object]], Future]  # runs a function later; the future ends with it, or with an error

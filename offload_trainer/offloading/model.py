@@ -463,7 +463,7 @@ class Activations:
         """
         self._device, self._references = device, references
         memory = host_buffer(inputs.count * inputs.size, pinned=device.is_cuda)
-        self._buffers = [*memory.split(inputs.size)]  # of each input of a forward, uint8
+        self._buffers = [*memory.split(inputs.size)]  # uint8, one for each input of a forward
         self._free = [done() for _ in self._buffers]  # each completes when no copy uses the buffer any more
         self._forward, self._in_forward = 0, False  # number of the current forward, and whether it is running
         self._kept: list[_SavedInput] = []  # inputs of this forward, by number

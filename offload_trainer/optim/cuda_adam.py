@@ -44,10 +44,10 @@ class _Table(ctypes.Structure):
     _fields_ = (
         ("first", ctypes.c_uint64),  # index of the first page's first element in its unit
         ("apart", ctypes.c_int32),  # fp32 words from a page's state to the next page's
-        ("elements", ctypes.c_int32),  # of each page
+        ("elements", ctypes.c_int32),  # elements of each page
         ("begin", ctypes.c_int32),  # start of the first part
-        ("keys", (ctypes.c_uint32 * 2) * 2),  # of the random bits for masters and second moments, and for first moments
-        ("part", _Part * _PARTS),  # in elements of all pages, ascending
+        ("keys", (ctypes.c_uint32 * 2) * 2),  # keys of random bits: for masters and second moments, for first moments
+        ("part", _Part * _PARTS),  # ascending, counted in elements of all pages
     )
 
 
@@ -64,7 +64,7 @@ class CudaKernel:
     """
 
     name = "cuda"
-    adds_gradients = False  # whether `add_gradient` has torch's bits on this device
+    adds_gradients = False  # True if `add_gradient` matches torch bit for bit on this device
 
     def __init__(self, device: torch.device, *, rows: int = 4) -> None:
         """Prepare for the GPU `device`, with `rows` (a power of two) blocks of 256 a program. Raises TrainerError."""
@@ -103,7 +103,7 @@ class CudaKernel:
 
     def _launch(self, table: _Table, given: Sequence[torch.Tensor | None], *, blocks: int, end: int) -> None:
         numbers = torch.frombuffer(bytearray(table), dtype=torch.int32)
-        if self.device.type == "cuda":  # from pinned memory, so that the copy waits for nothing
+        if self.device.type == "cuda":  # pinned memory lets the copy run asynchronously
             numbers = numbers.pin_memory().to(self.device, non_blocking=True)
         with torch.cuda.device_of(numbers):
             sizes = constants(whole=end % BLOCK_8BIT == 0, rows=self._rows)
@@ -164,7 +164,7 @@ def _without_bf16(tensor: torch.Tensor | None) -> torch.Tensor | None:
 def choose_cuda_kernel(device: torch.device) -> tuple[CudaKernel | None, str]:
     """Return the kernel for pages on the GPU `device` with a sentence for the log, or None and the reason in one line.
 
-    It never raises. There is none if it cannot be compiled or does not match the CPU's bit for bit: results must not
+    It never raises. The kernel is None if it cannot be compiled or is not bit-identical to the CPU's: results must not
     depend on the placement of the state. The reason has the error's type if it is a driver's or a library's.
     """
     try:
@@ -184,7 +184,7 @@ def _checked_kernel(device: torch.device) -> CudaKernel:
     if torch.version.hip:
         raise TrainerError("the kernel was tried on NVIDIA's GPUs only, and this torch was built for ROCm")
     kernel = CudaKernel(device)
-    if not matches_bitwise(kernel, gpu=device):  # as on a CPU without FMA
+    if not matches_bitwise(kernel, gpu=device):  # a CPU without FMA differs, for example
         raise TrainerError("its results differ from those of the CPU's torch kernel in their last bits")
     with suppress(Exception):  # Triton's
         kernel.adds_gradients = _adds_like_torch(kernel)

@@ -105,7 +105,7 @@ CHUNK = 2**19
 
 
 class TorchKernel:
-    """A kernel of torch's operations in fp32, one chunk at a time: torch.optim.AdamW(fused=True)'s, but for padding."""
+    """A kernel of torch operations in fp32, one chunk at a time: torch.optim.AdamW(fused=True), except for padding."""
 
     name = "torch"
 

@@ -2,7 +2,7 @@
 
 A stored number that changes by less than half a unit in the last place never moves if it is rounded to nearest;
 stochastic rounding is correct on average. An 8-bit code is a cube root. A first moment is (c / 127)^3 of its block's
-greatest magnitude, with c from -127 to 127; a second moment is ((c + 1) / 256)^3 of it, with c from 1 to 255, or zero.
+greatest magnitude, with c from -127 to 127. A second moment is ((c + 1) / 256)^3 of it, with c from 1 to 255, or zero.
 So codes are dense near the greatest magnitude and reach down to 5e-7 of it, and bytes of zeros are zeros. (Scales of
 blocks: Dettmers et al., https://arxiv.org/abs/2110.02861.) 8-bit first moments decay fast enough to be rounded to
 nearest, and without random bits, as in a conversion, all numbers are.

@@ -23,7 +23,7 @@ class Lanes(NamedTuple):
     """The order in which torch's norm may add squares (gradients.h)."""
 
     number: int
-    group: int  # of the elements that fill no vector, whole groups of so many are not fused; 0: all are fused
+    group: int  # group size: whole groups of the elements that fill no vector are not fused; 0: all are fused
 
 
 UNKNOWN = Lanes(0, 0)

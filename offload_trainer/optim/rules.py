@@ -138,7 +138,7 @@ def to_fp32(value: float) -> float:
 def step_constants(hyper: AdamW, *, scale: float, step: int) -> AdamStep:
     """Return the constants of a step, as torch computes them: in double precision, then rounded to nearest even."""
     beta1, beta2 = hyper.betas
-    lerp = Lerp.of(1 - beta1)  # from exp_avg to the gradient
+    lerp = Lerp.of(1 - beta1)  # the interpolation from exp_avg to the gradient
     # torch's fused kernel is compiled with fused multiply-add, so lr * decay is not rounded before the subtraction. The
     # two differ where the product is close to 1.
     keep = 1 - hyper.lr * hyper.decay

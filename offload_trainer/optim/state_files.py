@@ -143,7 +143,7 @@ class BlockingSnapshot:
     state: EngineState
     trained: Mapping[str, tuple[int, ...]]  # shapes
     fixed: Mapping[str, tuple[int, ...]]
-    dtype: torch.dtype  # of the frozen weights
+    dtype: torch.dtype  # dtype of the frozen weights
     read: Callable[..., torch.Tensor]  # (name, kind) -> a master, a moment or a frozen weight ("fixed")
     writes: bool = True  # this rank writes the files
     concurrent: bool = False
@@ -167,7 +167,7 @@ class BlockingSnapshot:
 class WeightsSnapshot:
     """A snapshot of all weights in fp32, without moments: an export can be made of it, and no run resumes from it."""
 
-    shapes: Mapping[str, tuple[int, ...]]  # by name, in the order of `weights`
+    shapes: Mapping[str, tuple[int, ...]]  # name -> shape, in the order of `weights`
     weights: Iterator[tuple[str, torch.Tensor]]  # on the CPU; all ranks iterate
     concurrent: bool = False
 
@@ -202,7 +202,7 @@ class StoredKind:
     def __init__(self, directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]], stack: ExitStack) -> None:
         self._kind = kind
         self._file = stack.enter_context(TensorFileReader(directory / f"{kind}.safetensors"))
-        self.dtypes = {entry.dtype for entry in self._file.entries.values()}  # of the stored values
+        self.dtypes = {entry.dtype for entry in self._file.entries.values()}  # dtypes of the stored values
         held = {name: entry.shape for name, entry in self._file.entries.items()}
         if wrong := [name for name in {**held, **shapes} if held.get(name) != shapes.get(name)]:
             listing = ", ".join(f"{n} (file {held.get(n)}, model {shapes.get(n)})" for n in sorted(wrong)[:5])

@@ -13,7 +13,7 @@ import triton.language as tl
 
 # The table that cuda_adam.py's `_Table` describes, in words of 32 bits.
 _APART, _ELEMENTS, _BEGIN, _KEYS, _HEADER = map(tl.constexpr, (2, 3, 4, 5, 9))
-_WORDS = tl.constexpr(11)  # of a part: start, end, and the constants of its step
+_WORDS = tl.constexpr(11)  # words of a part: start, end, and the constants of its step
 _INFINITE = tl.constexpr(0x7F800000)  # the bits of fp32 infinity; the magnitude of a NaN is larger
 
 
@@ -26,7 +26,7 @@ def adamw(
     first_scales,  # fp32, a scale for each row, or None
     second_scales,
     grad,  # fp32, fp16 or int16 (bf16); without gaps between pages
-    out,  # as `grad`, or None
+    out,  # like `grad`, or None
     WHOLE: tl.constexpr,  # all parts end at the end of a row
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -42,7 +42,7 @@ def adamw(
         mask = mask & (row[:, None] + lanes < tl.load(part + 1)[:, None])
     part = part[:, None] + 2
     elements, apart = tl.load(table + _ELEMENTS), tl.load(table + _APART)
-    page = (row // elements).to(tl.int64) * apart  # in words
+    page = (row // elements).to(tl.int64) * apart  # offset of the page's state in words
     within = row % elements
 
     flat = _offsets(row.to(tl.int64), lanes)
@@ -69,7 +69,7 @@ def adamw(
     w = w * _constant(part, 1) + tl.div_rn(_constant(part, 8) * m, denominator)
 
     element = tl.load(table.to(tl.pointer_type(tl.int64))) + flat
-    random = _random_bits(table + _KEYS, element)  # for masters and, in the upper halves, second moments
+    random = _random_bits(table + _KEYS, element)  # lower halves are for masters, upper halves for second moments
     if master.dtype.element_ty == tl.float32:
         tl.store(master + wide, w, mask=mask)
     else:

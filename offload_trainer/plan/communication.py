@@ -100,7 +100,7 @@ def bounds_of(moved: CommCost, work: Workload, machine: MachineProfile) -> tuple
     size = moved.sums + moved.bytes(OUTBOX, "backward")[0] + 2 * moved.bytes(NETWORK, "backward")[0]
     what = f"{format_bytes(size)} in RAM to add the ranks' gradients"
     waits = [Bound("backward", _over(size, machine.rates.memory), what, "memory")] if size else []
-    owners = work.world // work.pipeline - 1  # of a unit in other pipelines
+    owners = work.world // work.pipeline - 1  # other owners of a unit, one in each other pipeline
     waits += messages("backward", moved.barriers - STEP_BARRIERS, others=owners) + messages("update", STEP_BARRIERS)
     hidden = [one for phase in PHASES for one in _over_network(moved.bytes(NETWORK, phase), machine, phase=phase)]
     to_gpus, _ = moved.bytes(GPUS, "update")
@@ -268,6 +268,6 @@ def norm_parts(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -
     before = first - (first - place.start) % width  # the start of the piece that its range begins in
     cut = before < first < has
     gives = (rank_of(unit, before, ranks=ranks), first, min(has, before + width)) if cut else None
-    stop = min(starts[-1] + width, place.start + place.weight.numel) if starts else has  # of its last piece
+    stop = min(starts[-1] + width, place.start + place.weight.numel) if starts else has  # end of its last piece
     later = (within(other, stop) for other in range(rank + 1, ranks))
     return NormShards(starts, has, gives, gets=tuple(part for part in later if part[1] < part[2]))

@@ -168,7 +168,7 @@ class DeepSpeedCandidate:
         self._trained = -(-self._held_trained * work.here // work.data)  # parameters with their state on a node
         self._largest = max((count for count, trained in held if trained), default=0)
         self._bucket = min(self.sizes.reduce_bucket, self._held_trained)
-        self._gathered = min(shape.parameters, self.sizes.max_live + self.sizes.prefetch_bucket)  # by ZeRO-3, at a time
+        self._gathered = min(shape.parameters, self.sizes.max_live + self.sizes.prefetch_bucket)  # elements, for ZeRO-3
         # Bytes of the gradient sums over a rank's micro-batches.
         self._sums = 4 if work.accumulate > 1 else work.item_bytes
         sent = gathered(shape, self.sizes) if placement.stage == 3 else {}
@@ -176,7 +176,7 @@ class DeepSpeedCandidate:
         self._collectives = [*zero, *communication.tensor_collectives(work)]
 
     def costs(self) -> Costs:
-        """Return the bytes that a step moves, and the time that it takes beside the model's computation."""
+        """Return the bytes that a step moves, and the time that it takes in addition to the model's computation."""
         work, machine, traffic, collectives = self.work, self.machine, list(self._traffic()), self._collectives
         update, on_top = Bound("update", 0.0, "AdamW on the GPU", "adamw"), dict.fromkeys(step_time.PHASES, 0.0)
         if machine.gpu is None or self.placement.optimizer != TierKind.GPU:
@@ -226,8 +226,8 @@ class DeepSpeedCandidate:
         """Return the copies of a rank's gradients between the device and host memory.
 
         On a GPU the last gradients leave in fp32 (`_offload_grad_partition_at_boundary`). Before that ZeRO-3 writes the
-        gradients of each micro-batch, or their sums, to host memory and reads them back (`partition_grads`); ZeRO-2
-        does so if the weights are fp32 as the sums are, which it reads from the second micro-batch on. Copies overlap
+        gradients of each micro-batch, or their sums, to host memory and reads them back (`partition_grads`). ZeRO-2
+        does so if weights are fp32 as the sums are, and reads the sums from the second micro-batch on. Copies overlap
         with the backward; before DeepSpeed 0.19.5 it waited for those of ZeRO-3, which follow each other on one stream.
         """
         work, stage, sums = self.work, self.placement.stage, self._sums
@@ -396,7 +396,7 @@ def zero_sizes(
     prefetch = 0 if placement.params == TierKind.DRIVES else min(_BUCKET, block)
     live = _given(section.max_live_parameters, 2 * max(largest, block))
     pipelines = section.pipeline_read + section.pipeline_write
-    largest_sub_group = 0  # of one rank: shards of weights are added until `sub_group` is reached
+    largest_sub_group = 0  # elements of one rank: weights' shards are added until `sub_group` is reached
     for group in decay_groups(shape.weights):
         held = 0
         for weight in group:

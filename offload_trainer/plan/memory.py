@@ -128,7 +128,7 @@ def inputs_of(work: Workload) -> BlockInputs:
 
 def slots_of(work: Workload) -> BlockInputs:
     """Return the slots through which a pipeline's ranks pass inputs of blocks, and the states of torch's generators."""
-    return BlockInputs(work.accumulate, inputs_of(work).size + aligned(5056 + 16))  # of a CPU's generator and a GPU's
+    return BlockInputs(work.accumulate, inputs_of(work).size + aligned(5056 + 16))  # RNG states of CPU and GPU
 
 
 def input_items(work: Workload, machine: MachineProfile) -> Iterator[Item]:

@@ -141,7 +141,7 @@ class Plan:
 
     def _describe_tiers(self, *, full: bool) -> list[str]:
         tiers = [tier for tier, room in self.tiers.items() if tier != GPU_NAME or any(room.values())]
-        if not full:  # those that do not fit first
+        if not full:  # tiers that do not fit come first
             tiers.sort(key=lambda tier: self.tiers[tier]["need"] <= self.tiers[tier]["have"])
         width, lines = max(map(len, tiers)), list[str]()
         for tier in tiers:

@@ -348,7 +348,7 @@ def room_of(items: Sequence[Item], work: Workload, machine: MachineProfile) -> t
     A directory that shares its filesystem with others has what the others leave.
     """
     outputs = () if work.checkpoints is None else (machine.output,)
-    drives = {drive.directory: drive for drive in (*outputs, *machine.drives)}  # that a run writes to
+    drives = {drive.directory: drive for drive in (*outputs, *machine.drives)}  # the directories that a run writes to
     have = {GPU_NAME: machine.gpu_bytes * work.here, RAM_NAME: machine.ram_bytes}
     have |= {directory: drive.free_bytes for directory, drive in drives.items()}
     need = {tier: sum(item.bytes for item in items if item.tier == tier) for tier in have}

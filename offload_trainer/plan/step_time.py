@@ -87,11 +87,11 @@ class Costs:
     """The time that one placement of an engine takes in addition to the model's computation."""
 
     traffic: Sequence[Traffic] = ()
-    bounds: Sequence[Bound] = ()  # those that do not follow from computation and traffic
+    bounds: Sequence[Bound] = ()  # bounds that do not follow from computation and traffic
     links: Sequence[Traffic] = ()  # between ranks, for display; their time is in `bounds` and `on_top`
     stretch: float = 1.0  # the update's drive time exceeds simultaneous reading and writing of its bytes by this factor
     on_top: Mapping[str, float] = field(default_factory=dict)  # seconds of a phase in addition to its slowest bound
-    waits: Sequence[Bound] = ()  # those between ranks that `on_top` counts, for display
+    waits: Sequence[Bound] = ()  # waits between ranks that `on_top` includes, for display
 
 
 def forecast(work: Workload, machine: MachineProfile, costs: Costs) -> Forecast:
@@ -187,7 +187,7 @@ def copy_seconds(read: int, written: int, machine: MachineProfile) -> float | No
 
 
 def _at_once(read: int, written: int, *rates: Rate | None, stretch: float = 1.0) -> float | None:
-    """Return the seconds of both ways at once, then of the rest; `rates`: in, out, and both in parallel."""
+    """Return the seconds of both ways in parallel, then of the rest; `rates`: in, out, and both in parallel."""
     known = [rate.value for rate in rates if rate is not None]
     if len(known) < len(rates):
         return None
@@ -272,7 +272,7 @@ def pipeline_seconds(
     """
     (*blocks, last), (out, back) = owners, copies
     passes = [*((rank, forward) for rank in blocks), (last, head), *((rank, backward) for rank in reversed(blocks))]
-    free, ready = dict.fromkeys(owners, 0.0), [0.0] * micro_batches  # from when on: a rank, a micro-batch
+    free, ready = dict.fromkeys(owners, 0.0), [0.0] * micro_batches  # times when ranks are free, micro-batches ready
     before = blocks[0]
     for place, (rank, seconds) in enumerate(passes):
         numbers = range(micro_batches)
@@ -387,7 +387,7 @@ def seconds_of_matrices(model: ModelShape, machine: MachineProfile) -> float | N
 class UnitShare:
     """A unit's share of the update's time and of the forward's time."""
 
-    update: float  # of pages whose state is not on the device
+    update: float  # share of the update of pages whose state is not on the device
     forward: float
     on_device: float = 0.0  # share of the device's own update
     block: bool = False
@@ -448,10 +448,10 @@ def early_pages(units: Sequence[Unit], homes: TierMap, *, copying: float, buffer
 
 @dataclass(frozen=True)
 class Overlap:
-    """What other work can hide of a step's update."""
+    """An estimate of how much of a step's update other work can hide."""
 
-    found: Forecast  # of the step without overlap
-    parts: Sequence[UnitShare]  # of the update, in the order of the forward
+    found: Forecast  # forecast of the step without overlap
+    parts: Sequence[UnitShare]  # shares of each unit, in the order of the forward
     micro_batches: int = 1
     gpu: bool = False  # a GPU computes the model
 
@@ -539,7 +539,7 @@ class Overlap:
         before = sum(part.update for part in self.parts[:first])
         waiting = max(early.last * update, before * self._longest("update", "adamw"))
         share = min(1.0, waiting / left) if left else 0.0
-        scales = share / (before or 1.0), (1 - share) / (1 - before or 1.0)  # of units before the blocks, of the others
+        scales = share / (before or 1.0), (1 - share) / (1 - before or 1.0)  # factors before the blocks, for the others
         parts = [replace(one, update=one.update * scales[number >= first]) for number, one in enumerate(self.parts)]
         return replace(self, found=after, parts=parts)
 

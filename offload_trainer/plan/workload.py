@@ -26,7 +26,7 @@ class Workload:
     tensor: int = 1  # tensor-parallel ranks, which compute the same rows
     pipeline: int = 1  # ranks that compute the same rows, each its units of the model (`owners`)
     breadth_first: bool = False  # all micro-batches pass through a block before any enters the next block
-    keeps_heap: bool = False  # malloc keeps freed host memory for reuse, as far as the plan counts it
+    keeps_heap: bool = False  # malloc keeps freed host memory for reuse, up to what the plan counts
 
     @property
     def item_bytes(self) -> int:

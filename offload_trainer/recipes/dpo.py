@@ -16,7 +16,7 @@ from offload_trainer.hf import Offloaded, load
 SETTINGS = {"output_dir": "runs/dpo", "max_steps": 300, "save_steps": 100, "save_total_limit": 2, "logging_steps": 1}
 SETTINGS |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "learning_rate": 5e-7}
 SETTINGS |= {"lr_scheduler_type": "cosine", "warmup_steps": 0.1, "report_to": "none", "precompute_ref_log_probs": True}
-SETTINGS |= {"bf16": False}  # with TRL's own True, dtype="fp32" would mean autocast
+SETTINGS |= {"bf16": False}  # TRL's default, True, would make dtype="fp32" mean autocast
 
 
 class Trainer(Offloaded, DPOTrainer):

@@ -15,7 +15,7 @@ from offload_trainer.hf import Offloaded, load, session_of
 SETTINGS = {"output_dir": "runs/qlora", "max_steps": 300, "save_steps": 100, "save_total_limit": 2, "logging_steps": 1}
 SETTINGS |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "learning_rate": 2e-4}
 SETTINGS |= {"lr_scheduler_type": "cosine", "warmup_steps": 0.1, "report_to": "none"}
-SETTINGS |= {"bf16": False}  # with TRL's own True, dtype="fp32" would mean autocast
+SETTINGS |= {"bf16": False}  # TRL's default, True, would make dtype="fp32" mean autocast
 
 
 class Trainer(Offloaded, SFTTrainer):
@@ -29,7 +29,7 @@ class Given:
     nvme: str
     dtype: str = "bf16"
     base: str = "nf4"  # nf4, int8, or model: in dtype
-    params: str = "auto"  # where the base is: gpu, cpu or nvme
+    params: str = "auto"  # placement of the base: gpu, cpu or nvme
     rank: int = 16
     merge: bool = False  # also write the base, rounded, with the adapters merged
 

@@ -1,10 +1,10 @@
 """Write, find and verify checkpoints. A checkpoint directory is either complete or does not exist.
 
-It has MANIFEST.json, written last (format, step, run identity, size and CRC-32 of every file), state.json (TrainState),
-*.safetensors (master weights and moments by name, optim/state_files.py), engine.json, run.json (configuration, plan,
-versions), model/ (configuration, tokenizer), and from a Session resident/. One of weights alone (save.every=0) has no
-moments and no engine.json. It is written under a hidden name and renamed, in a background thread if the engine's
-snapshot allows it, and can be read without the engine or a GPU.
+MANIFEST.json is written last, and has the format, step, run identity, and size and CRC-32 of every file. The others are
+state.json (TrainState), *.safetensors (master weights and moments by name, optim/state_files.py), engine.json, run.json
+(configuration, plan, versions), model/ (configuration, tokenizer), and from a Session resident/. One of weights alone
+(save.every=0) has no moments and no engine.json. Each is written under a hidden name and renamed, in a background
+thread if the engine's snapshot allows it, and can be read without the engine or a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from offload_trainer.storage.retention import WORK, complete_checkpoints, prune,
 from offload_trainer.storage.transfer import Future, Workers
 
 RESIDENT, MADE = "resident", "run.json"
-_LOGS = "metrics.jsonl", "evaluations.jsonl"  # of the run directory; synced before a checkpoint is complete
+_LOGS = "metrics.jsonl", "evaluations.jsonl"  # logs in the run directory; synced before a checkpoint is complete
 _SMALL_FILES = 1 << 18  # upper bound for most models, in bytes, of headers, manifest and the other JSON
 
 # Settings that may change at resume although they change the training; `check_resume` reports each one that did.
@@ -321,7 +321,7 @@ def configuration_of(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return one line per setting of `STEERING` that differs, but for the steps of a run by epochs."""
+    """Return one line per setting of `STEERING` that differs, except the steps of a run by epochs."""
     by_epochs = now.get("train", {}).get("epochs", "auto") != "auto"
     return [
         f"{section}.{key} is {now[section].get(key)}; {name} was saved with {quoted(then[key])}"

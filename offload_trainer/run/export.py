@@ -73,12 +73,12 @@ Weights in {dtype}, from {origin}.
 class Source:
     """A readable set of weights: whole masters, frozen weights and buffers by the model's own names."""
 
-    shapes: Mapping[str, tuple[int, ...]]  # in the order of `each`
+    shapes: Mapping[str, tuple[int, ...]]  # name -> shape, in the order of `each`
     read: Callable[[str], torch.Tensor]  # read one of them, any number of times
     model: Path  # directory with config.json and the tokenizer
-    description: str  # what messages call the source
-    origin: str = ""  # what the model card says of the weights
-    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of their run, of which it names some
+    description: str  # name of the source in messages
+    origin: str = ""  # origin of the weights, for the model card
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # the run's; the model card lists some
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # exported in their own dtypes
     own_names: bool = False  # exported in one file under these names, for a model that transformers does not build
     weights: Callable[[], Iterator[NamedTensor]] | None = None  # yields all but the buffers, if not `read` one by one

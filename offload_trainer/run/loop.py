@@ -180,7 +180,7 @@ def _agree(job: Job, asked: StopRequest) -> tuple[int, bool, bool]:
     if asked.save:
         asked.save, wished = False, True
     if job.telemetry:
-        with suppress(OSError):  # there is none, or a directory, or one in a directory that is not writable
+        with suppress(OSError):  # no such file, a directory, or a file in a directory that is not writable
             job.save_request_file.unlink()
             wished = True
     stops, wishes, ended = zip(*all_gather_json((asked.stop, wished, job.checkpoints.ended)), strict=True)

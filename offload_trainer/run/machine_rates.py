@@ -157,11 +157,11 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
     if machine.gpu is None:
         use_fp32_products(DTYPES[config.model.dtype])
     used = {one.place for one in planned.plan.traffic}
-    budget = Budget(  # with what the rates decide
+    budget = Budget(  # comments name the decisions that use each rate
         drive_bytes=1 << 30,
         drive_seconds=0.7,  # update schedule, placement, share of each drive
         contention_seconds=0.6,  # update schedule
-        product_seconds=0.2,  # what the forward and backward can hide; recomputation
+        product_seconds=0.2,  # how much the forward and backward can hide; recomputation
         layer_seconds=0.1,  # the same; of an update rule on matrices, the schedule
         memory_elements=bench.beyond_caches(machine),
         update_seconds=0.15,  # update schedule, placement

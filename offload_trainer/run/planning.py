@@ -70,7 +70,7 @@ def plan_run(
     """Plan a run on this machine, or on `nodes` machines like it.
 
     `again`: an earlier plan of `config`, whose machine, perhaps with new rates, and model are used. `like`: the
-    settings of a run that this one goes on from without a checkpoint.
+    settings of a run that this one continues without a checkpoint.
     """
     from offload_trainer.run.resume import earlier_run
 
@@ -219,7 +219,7 @@ def with_what_fits(found: Planned, config: TrainConfig, *, here: bool, resumes: 
             return contradicts
         return False
 
-    # All at once, of two lengths of a row the shorter. Smaller micro-batches and a drive may need more of other memory.
+    # All together, with the shorter of two row lengths. Smaller micro-batches and drives may need more of other memory.
     together = {words.split()[0]: words for words in moves}
     without = ((), ("--micro-batch",), ("--nvme",), ("--micro-batch", "--nvme"))
     most = (" ".join(words for name, words in together.items() if name not in left) for left in without)

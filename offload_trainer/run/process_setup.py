@@ -26,7 +26,7 @@ from offload_trainer.run.signals import STOPPING
 from offload_trainer.settings import load_config
 
 LAUNCHER = "OFFLOAD_TRAINER_LAUNCHER"  # environment variable: the launcher's pid, which may exit before a rank looks
-COMMAND = [sys.executable, "-m", "offload_trainer", "train"]  # of a rank
+COMMAND = [sys.executable, "-m", "offload_trainer", "train"]  # the command that a rank runs
 
 _STOPPED = {code for number in STOPPING for code in (-number, 128 + number)}  # exit codes of ranks told to stop
 _GRACE = 30.0  # seconds between SIGTERM and SIGKILL to ranks after another one, or their launcher, has ended

@@ -104,7 +104,7 @@ def _full(attempt: Callable[[], None]) -> GpuFull | None:
 
 
 def _with_room(config: TrainConfig, before: Setup, full: GpuFull, *, began: int) -> tuple[Setup, Path | None]:
-    """Return the setup of a plan that needs less of the GPU, and the checkpoint to go on from, if any.
+    """Return the setup of a plan that needs less of the GPU, and the checkpoint to resume from, if any.
 
     `began`: the step at which the run began; newer checkpoints are its own. Raises UserError if no plan fits, and
     TrainerError for several ranks or DeepSpeed, whose next start plans so.

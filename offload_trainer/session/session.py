@@ -360,7 +360,7 @@ class Session:
     def _keep_equal(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
     ) -> None:
-        """Before load_state_dict, such as PEFT's: replace values that equal a weight's by itself; refuse others."""
+        """Before load_state_dict (as in PEFT), replace values equal to a weight's with its parameter; refuse others."""
         for name, parameter in module._parameters.items():
             given = state_dict.get(prefix + name)
             if given is None or not isinstance(parameter, OffloadedParameter) or given.shape != parameter.shape:

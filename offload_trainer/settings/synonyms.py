@@ -225,7 +225,7 @@ _COMMANDS = f"""
     {_ADAPTERS} | lora qlora peft finetune_lora finetune_adapter
 """
 _BY_WORD, _BY_COMMAND = dict(_terms(_TERMS)), dict(_terms(_COMMANDS))
-_FAMILIES = {word[:-1]: _BY_WORD.pop(word) for word in [*_BY_WORD] if word.endswith("*")}  # by their prefix
+_FAMILIES = {word[:-1]: _BY_WORD.pop(word) for word in [*_BY_WORD] if word.endswith("*")}  # prefix -> term
 _BY_VALUE = {key: {word: term.here for word, term in _terms(table)} for key, table in _VALUES.items()}
 
 

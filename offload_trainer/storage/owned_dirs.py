@@ -22,7 +22,7 @@ from offload_trainer.common.safe_files import open_file
 from offload_trainer.storage.atomic_io import make_directories, sync_directory
 from offload_trainer.storage.locks import NoLocks, open_lock, try_lock
 
-MODE = 0o644  # of files in the cache: a umask of 002 would let the group change files that `open_owned` reads back
+MODE = 0o644  # mode of cached files: a umask of 002 would let the group change files that `open_owned` reads back
 _UNNAMED = re.compile(r"~[0-9a-f]{8}$")  # behind the name of a directory that is being made
 MARK = ".lock"  # the mark, locked as long as its process lives
 _REPLACED = "replaced"  # name in a scratch directory for the replaced directory
@@ -54,7 +54,7 @@ class ScratchDirectory:
     ) -> None:
         """Create, lock and mark the directory; `say` is called with a note if it cannot be removed later.
 
-        It gets its name once it is marked, so that nobody takes it for an abandoned one. Raises OSError, also if the
+        It gets its name once it is marked, so that it is not taken for an abandoned one. Raises OSError, also if the
         name is taken, unless by an empty directory. `take_over` takes the directory of a process that has died,
         including its content, and raises as `remove_dead`.
         """
@@ -116,7 +116,7 @@ def scratch(prefix: str, *, directory: Path | None = None) -> Iterator[Path]:
 def replacing(final: Path, *, what: str, say: Say = lambda line: None) -> Iterator[Path]:
     """Yield a path in a scratch directory next to `final`. What the context makes there replaces `final` at its end.
 
-    Parents are created. After an exception `final` stays as it was. A replaced directory is for an instant only in the
+    Parents are created. After an exception `final` is unchanged. A replaced directory is for an instant only in the
     scratch directory, from which `clear` restores it after a kill. A scratch directory left by a killed process is
     removed first. Raises TrainerError if that is impossible, and OSError.
     """

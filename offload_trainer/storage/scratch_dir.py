@@ -24,7 +24,7 @@ from offload_trainer.storage.locks import NoLocks, exclusive_lock, open_lock, sh
 from offload_trainer.storage.owned_dirs import MARK, Say, ScratchDirectory, is_ours, is_removable, reason, remove_dead
 
 PAGES = "pages"  # name of a run's list in its run directory
-_NAME = re.compile(r"run-[0-9a-f]{8}(~[0-9a-f]{8})?")  # with the second part before it is complete
+_NAME = re.compile(r"run-[0-9a-f]{8}(~[0-9a-f]{8})?")  # the second part marks one that is not complete yet
 _WHAT = "page files of"
 _FOR, _RANKS = ".for", ".ranks"
 _LONGEST = 1 << 16  # limit on the bytes of a list and of a `.for`
@@ -56,7 +56,7 @@ def leased(
         try:
             yield place.path
         except BaseException as error:
-            # A lease that nobody has closed, perhaps in a forked child, is left to the next start.
+            # A lease that was not closed, perhaps in a forked child, is left to the next start.
             if isinstance(error, GeneratorExit) or _need_for(place.path)[1]:
                 place.leave()
             raise

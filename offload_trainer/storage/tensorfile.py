@@ -116,7 +116,7 @@ class PlacedWriter:
         try:
             write_all(self._file.fileno(), data, offset)
             self._written += len(data)
-            if self._written - self._passed >= 64 << 20:  # in the page cache it would evict data that is needed again
+            if self._written - self._passed >= 64 << 20:  # cached writes would evict data that is needed again
                 os.fdatasync(self._file.fileno())
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 self._passed = self._written

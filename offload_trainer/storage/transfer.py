@@ -1,7 +1,7 @@
 """Asynchronous transfers between host memory and drive files, many at a time, with every error reported.
 
-`Transfers.read` and `write` return a `Future` at once. They use preadv and pwritev with O_DIRECT on threads; offsets
-and sizes are multiples of 4096 bytes.
+`Transfers.read` and `write` return a `Future` immediately. They use preadv and pwritev with O_DIRECT on threads;
+offsets and sizes are multiples of 4096 bytes.
 """
 
 import os
@@ -99,7 +99,7 @@ class Future:
         self._lock, self._running = threading.Lock(), threading.Lock()  # an Event takes ten times as long to create
         self._after: list[Callable[[BaseException | None], None]] = []
         if parts:
-            self._running.acquire()  # until the last part has ended
+            self._running.acquire()  # released when the last part has ended
 
     @property
     def done(self) -> bool:

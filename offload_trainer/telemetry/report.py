@@ -22,7 +22,7 @@ Point = tuple[float, float]
 Rows = Sequence[Sequence[str]]
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _MARGIN = 640, 280, 92, 34, 14
-RELOAD = '<meta http-equiv="refresh" content="10">'  # in the page of a run that goes on
+RELOAD = '<meta http-equiv="refresh" content="10">'  # reloads the page while the run is running
 
 
 class Series(NamedTuple):
@@ -44,7 +44,7 @@ def report_page(
 ) -> str:
     """Return the report of one run.
 
-    `progress`: the whole run's steps, and while it goes on the seconds to its end. `predicted`: of `predicted_row`.
+    `progress`: the whole run's steps, and while it is running the seconds left. `predicted`: rows of `predicted_row`.
     """
     train = [(float(row.step), row.loss) for row in rows if row.loss is not None]
     validation = [(float(e.step), e.validation_loss) for e in evaluations if e.validation_loss is not None]

@@ -145,7 +145,7 @@ class Screen:
             self._started = self._said = now - record.seconds
         self._recent.append(record)
         at_twentieth = record.step % max(1, self._total // 20) == 0
-        if at_twentieth or record.step == self._total or now - self._said >= 60.0:  # of slow steps each
+        if at_twentieth or record.step == self._total or now - self._said >= 60.0:  # slow steps are all shown
             self._said = now
             self.say(f"step {record.step}/{self._total}  {self._numbers(record)}")
 

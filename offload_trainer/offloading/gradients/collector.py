@@ -1,7 +1,7 @@
 """Accumulate gradients over a step's micro-batches where their sums are placed, and measure each weight's sum.
 
 A CPU's gradients are added to sums in RAM in one pass. A GPU copies a weight's first gradient of a step straight to its
-sum in RAM, and the others to a ring buffer, from which a thread adds them; it also adds to sums on drives. Sums on the
+sum in RAM, and the others to a ring buffer. A thread adds them from there, and also adds to sums on drives. Sums on the
 device are added there, and breadth-first also a block's other sums if there is room (`TierSizes.adds_on_device`). Norms
 have the same bits for every placement and order of arrival.
 """
@@ -111,7 +111,7 @@ class Gradients:
         self.arrived: Set[str] = self._intake.arrived  # weights that have a gradient in this step
         self._complete: Complete | None = None
         self._missing: dict[int, set[str]] = {}  # unit -> weights whose last gradient is missing
-        self._own: dict[int, Future] = {}  # this rank's units, of which the others of the pipeline are told
+        self._own: dict[int, Future] = {}  # this rank's units, which it reports to the others of the pipeline
         if node.world > 1:
             self._group, self._reports = ranks.group_of(in_step=False), Workers(1, "reports")
         there = [unit for unit in units if store.homes[unit.index] == DEVICE]
@@ -120,7 +120,7 @@ class Gradients:
         self.on_device = {unit.index: part for unit, part in zip(there, shares, strict=True)}
         adds_there = parts.sizes.adds_on_device
         self._added_there = {unit.index for unit in units if adds_there(unit, store.homes[unit.index])}
-        self._device_sums: dict[str, torch.Tensor] = {}  # of such units' weights, until they leave the device
+        self._device_sums: dict[str, torch.Tensor] = {}  # weight -> its sum, for units of `_added_there`, until sent
         self._order = tuple(name for name in order if name in self._intake.place)
         self._norms: dict[str, torch.Tensor] = {}
         self._direct: dict[str, Future] = {}  # direct copies to host memory in flight
@@ -368,7 +368,7 @@ class Gradients:
 
     def close(self) -> None:
         """Wait for the adding thread's queued work, successful or not, and end the thread."""
-        with suppress(Exception):  # that thread waits for all copies, of which some may have failed
+        with suppress(Exception):  # the adding thread waits for all copies, and some may have failed
             self._downloads.queue()
         self._adding.close()
         if self._node.world > 1:
@@ -478,7 +478,7 @@ class StagedSums:
         """Allocate buffers for blocks with sums on a drive; all other such units share one buffer."""
         self._units, self.store = tuple(units), store
         self._own = [range_of_rank(unit, node.rank, ranks=node.world) for unit in units]
-        self._stagings: dict[bool, list[_Staging]] = {}  # of blocks and of others; the least recently used is first
+        self._stagings: dict[bool, list[_Staging]] = {}  # key: for blocks or not; the least recently used is first
         for block, count in ((True, GRADIENT_BUFFERS), (False, 1)):
             sizes = [unit.trained for unit in units if unit.block == block and on_drive(store.homes[unit.index])]
             size = max(sizes, default=0) * store.dtype.itemsize

@@ -56,7 +56,7 @@ class StoreManifest:
     rule: RuleName
     run: Line  # the run's id, which its record contains as well
     masters: FormatName
-    file_format: Count = 0  # that of checkpoints, whose values these are
+    file_format: Count = 0  # `FORMAT` of checkpoints, since values are stored in the same way
 
     def __post_init__(self) -> None:
         if self.file_format != FORMAT:

@@ -252,7 +252,7 @@ class PageStore:
         return out
 
     def put(self, unit: int, start: int, values: torch.Tensor) -> None:
-        """Set a unit's masters to `values` (fp32, 1-D) from `start` on, as far as they are here; then `flush`."""
+        """Set a unit's masters to `values` (fp32, 1-D) from `start` on, where this node has them; then `flush`."""
         for number, held, given in self._table.touched(unit, start, values.numel()):
             self._masters(number, modify=True)[held].copy_(values[given])
 

@@ -97,7 +97,7 @@ class PageMemory:
     state: torch.Tensor  # uint8
     gradient: torch.Tensor
     out: torch.Tensor  # the new weights
-    fields: Mapping[str, torch.Tensor] | None = None  # those of `state` if it is in place, since views take time
+    fields: Mapping[str, torch.Tensor] | None = None  # cached views of `state` if it is in place; making one takes time
     shadow: torch.Tensor | None = None  # uint8 memory that receives the old state
     pages: int = 1  # if there are more, they are equal and follow each other, and `state` has a row for each
     slot: int = -1  # the slot that stages it, if any
@@ -402,7 +402,7 @@ class Updater:
         self._store, self._weights, self._gradients = store, weights, gradients
         self._update_progress, self._device = stores.update_progress, device
         mine = ((n, page) for n, page in enumerate(homes.pages) if homes.of_rank(n, parts.node.rank))
-        routes = [route_of(n, page, homes, is_gpu=device.is_cuda) for n, page in mine]  # in the order of a forward
+        routes = [route_of(n, page, homes, is_gpu=device.is_cuda) for n, page in mine]  # ordered as in a forward
         if store.format.rule.matrices:
             gpu = device.torch_device if device.is_cuda else None
             threads = cores_beside(device) if sizes.overlap else torch.get_num_threads()

@@ -175,7 +175,7 @@ def _operation(func: Callable[..., Any]) -> _Operation:
     name = getattr(func, "__name__", repr(func))
     if name in _ACCESS:
         return _Operation(func.__self__.__name__, _ACCESS[name])  # type: ignore[attr-defined]
-    schemas: Iterable[Any]  # of all overloads that it may have
+    schemas: Iterable[Any]  # schemas of all possible overloads
     if isinstance(func, torch._ops.OpOverload):
         schemas = [func._schema]
     elif isinstance(func, torch._ops.OpOverloadPacket):

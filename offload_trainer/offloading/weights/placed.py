@@ -53,7 +53,7 @@ class PlacedWeights:
         here = [index for index, home in enumerate(self.homes) if home == DEVICE]
         resident = [self._stored[index] for index in here]
         self._on_device = self._device.buffer(sum(resident), self.dtype)
-        self.resident = dict(zip(here, self._on_device.split(resident), strict=True))  # by unit, as stored
+        self.resident = dict(zip(here, self._on_device.split(resident), strict=True))  # unit -> its weights as stored
 
     def fetch(
         self, unit: int, source: torch.Tensor | Read, memory: torch.Tensor, packed: torch.Tensor, *, after: Any

@@ -343,7 +343,7 @@ class TieredCandidate:
         return [*footprint.tiered_items(self.work, self._laid_out, self.sizes, self.machine)]
 
     def costs(self) -> step_time.Costs:
-        """Return the time beside the model's computation: bytes moved, the update, ranks, and adding gradients."""
+        """Return the time on top of the model's computation: bytes moved, the update, ranks, and adding gradients."""
         work, machine, homes, sizes, gpu = self.work, self.machine, self._laid_out, self.sizes, self.machine.gpu
         traffic = footprint.tiered_traffic(work, homes, sizes, machine)
         by_parts = footprint.gathered_weights(work, homes, sizes)
@@ -365,7 +365,7 @@ class TieredCandidate:
         for measured, size in footprint.added_bytes(work, homes, sizes, gpu=gpu is not None).items() if alone else ():
             keys = [sums_key(name, measured=measured) for name in step_time.kernels_of(work)]
             rate = next((rates[key] for key in keys if key in rates), memory)
-            adding += size / rate.value if rate is not None else 0.0  # of adding gradients and measuring their sums
+            adding += size / rate.value if rate is not None else 0.0  # seconds to add gradients and measure their sums
         if gpu is not None and adding:
             bounds.append(step_time.Bound("backward", adding, "adding gradients in RAM", "memory"))
         if gpu is None:  # the cores that compute also add gradients and copy weights from RAM

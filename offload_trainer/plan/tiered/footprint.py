@@ -75,7 +75,7 @@ def tiered_items(work: Workload, homes: TierMap, sizes: spec.TierSizes, machine:
         yield ram("save buffers", here * spec.SAVE_BUFFERS * stored, why)
     kept = [replace(item, bytes=here * item.bytes) for item in input_items(work, machine)]
     tied = sum(weight.numel for weight in work.shape.weights if weight.trainable and weight.uses > 1)
-    added = e * tied if work.checkpoints is None else 0  # of a session, whose model's modules share one parameter
+    added = e * tied if work.checkpoints is None else 0  # only a session's modules share one parameter
     model = [*activation_items(work, machine, kept=kept, gradients=True, waiting=e * tied, tied_sum=added)]
     yield from model
     if work.keeps_heap:
@@ -239,7 +239,7 @@ def tiered_traffic(work: Workload, homes: TierMap, sizes: spec.TierSizes, machin
     sizes_of = [(unit.index, place.weight.numel) for unit in outside for place in unit.places if place.weight.trainable]
     given = sum(numel * (g if unit in once else e * micro) for unit, numel in sizes_of)
     moved[DEVICE, "backward", "written"] += given // work.pipeline
-    cuts = sum(one != other for one, other in pairwise(work.owners))  # what passes there is copied out and in
+    cuts = sum(one != other for one, other in pairwise(work.owners))  # hidden states are copied out and in there
     for phase in ("forward", "backward") if cuts else ():
         for way in ("read", "written"):
             moved[DEVICE, phase, way] += cuts * micro * work.hidden_bytes // work.pipeline

@@ -150,7 +150,7 @@ ADAMW_FORMATS = tuple(StateFormat(ADAMW, moments, masters) for masters in ADAMW.
 
 @cache
 def state_format(rule: str, moments: str, masters: str = "fp32") -> StateFormat:
-    """Return the format for optim.name, optim.moment_dtype and optim.master_dtype; raise ValueError if it has none."""
+    """Return the format for optim.name, optim.moment_dtype and optim.master_dtype; raise ValueError if unsupported."""
     found = StateFormat(RULES[rule], FORMATS[moments], FORMATS[masters])
     if found.moments not in found.rule.formats:
         raise ValueError(f"{found.rule.title} has no moments in {moments}")

@@ -77,7 +77,7 @@ class ForeignState:
     updates: Mapping[str, int]  # number of updates of each weight that has moments
     read: Callable[[str, str], torch.Tensor]  # (name, kind) -> a weight ("master"), or a trained weight's moment
     rate: float  # learning rate of the next step
-    optim: Mapping[str, Any]  # keys of the configuration's `optim` with which a run goes on as the source did
+    optim: Mapping[str, Any]  # keys of the configuration's `optim` with which a run continues as the source did
     steps: int | None = None  # length of the run, if it is known
     loss_scale: LossScale | None = None  # None: it does not train in fp16
 
@@ -232,7 +232,7 @@ def _record(state: ForeignState, of: ModelSource, config: TrainConfig, *, steps:
         section: {key: value for key, value in keys.items() if f"{section}.{key}" not in _UNKNOWN}
         for section, keys in config.model_dump(mode="json").items()
     }
-    made["optim"] |= dict(state.optim, moment_dtype="fp32", master_dtype="fp32")  # those of the files
+    made["optim"] |= dict(state.optim, moment_dtype="fp32", master_dtype="fp32")  # dtypes of the files
     made["train"]["steps"] = steps
     identity = dict.fromkeys(("seed", "seq_len", "shuffle", "initial weights")) | UNKNOWN_IDENTITY
     return RunRecord(
@@ -395,7 +395,7 @@ def _read_trainer(directory: Path, of: ModelSource, stack: ExitStack) -> Foreign
     """Open model.safetensors (or shards), which `stack` closes, and optimizer.pt of a Trainer's checkpoint.
 
     optimizer.pt numbers parameters in the order of `Trainer.create_optimizer`, those with weight decay first, and does
-    not name them, so every count and shape is compared with the model's before a number is taken for a weight. Raises
+    not name them. So every count and shape is compared with the model's before a number is taken for a weight. Raises
     UserError if the file is not the state_dict of torch's Adam or AdamW for the model's parameters.
     """
     told = f"{directory} (transformers' Trainer)"

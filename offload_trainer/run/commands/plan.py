@@ -58,9 +58,9 @@ def compare_modes(
         raise UserError(
             "--parallel compares ways to divide a step over ranks, and there is only one rank: add --gpus N"
         )
-    source = model_of(config.with_keys("parallel", pipeline="auto"))  # which also looks for why there can be none
+    source = model_of(config.with_keys("parallel", pipeline="auto"))  # "auto" also finds why a pipeline is not possible
     work = workload(config, source.shape, world=world, nodes=count)
-    rows = work.micro_batch * work.accumulate * max(1, work.data)  # of the ranks with rows of their own
+    rows = work.micro_batch * work.accumulate * max(1, work.data)  # rows of a step on all data-parallel ranks
     plans, refused = list[tuple[str, str, Plan]](), dict[str, list[str]]()
     for name, words, together in modes(world, nodes=count):
         each, rest = divmod(rows, world // together)
@@ -111,7 +111,7 @@ def _batches(config: TrainConfig, words: str, rows: int, together: int) -> list[
         config = config.with_keys("deepspeed", zero_stage="auto")
     config = with_words(config.with_keys("parallel", tensor=1, pipeline=1), words)
     sizes = {math.gcd(rows, most * together) for most in _MICRO}
-    if "pipeline" in words:  # as many micro-batches as ranks, twice and four times as many, or of these sizes
+    if "pipeline" in words:  # 1, 2 or 4 times as many micro-batches as ranks, or the sizes in `_MICRO`
         few = {math.gcd(rows, max(1, rows // (times * together))) for times in (1, 2, 4)}
         sizes = few | {math.gcd(rows, most) for most in _MICRO}
     return [
@@ -129,7 +129,7 @@ def _line(name: str, words: str, plan: Plan) -> str:
     sizes = {"GPU": plan.tiers[GPU_NAME]["need"] // plan.work.here, "RAM": plan.tiers[RAM_NAME]["need"]}
     for title, place in (("between GPUs", GPUS), ("network", NETWORK)):
         moved = [(one.read, one.written) for one in plan.links if one.place == place]
-        sizes[title] = max(map(sum, zip(*moved, strict=True)), default=0)  # of the direction that has more
+        sizes[title] = max(map(sum, zip(*moved, strict=True)), default=0)  # bytes in the direction that has more
     needs = ", ".join(f"{title} {format_bytes(size)}" for title, size in sizes.items() if size)
     return f"  {name:<33}{seconds:>12}{speed:>18}   {needs}; micro-batches of {plan.work.micro_batch}: {words}"
 

@@ -65,7 +65,7 @@ def _summary(directory: Path) -> dict[str, Any]:
 
 def _state(directory: Path, *, steps: int | None, newest: Path | None) -> str:
     saved = step_of(newest) if newest else None
-    with suppress(UserError):  # that is not known
+    with suppress(UserError):  # it is not known whether the run is alive
         if is_alive(directory):
             return "is running"
     with suppress(OSError, ValueError):  # resuming the run reports the error

@@ -21,7 +21,7 @@ from worker import Failure
 
 from gpu_stages.stage import Record, Stage
 
-PHASES = ("step", "forward", "backward", "update")  # of a step, in seconds
+PHASES = ("step", "forward", "backward", "update")  # keys of a step's seconds
 WARM, STEPS = 2, 5  # untimed and timed steps
 UNCLIPPED = "optim.max_grad_norm=1000"
 FLOOR = "floor: forward and backward alone"

@@ -60,7 +60,7 @@ def call_ranks(
         return [Run(code, text, output) for code, text in zip(codes, told, strict=True)]
 
 
-counts: Counter[str] = Counter()  # what `count_calls` has counted since the last case began
+counts: Counter[str] = Counter()  # totals of `count_calls` since the last case began
 _counting = threading.Lock()
 
 

@@ -344,7 +344,7 @@ def simulated(owners: Sequence[int], seconds: Callable[[int, int], float], *, mi
     [((0, 1, 0, 1, 0), 1), ((0, 1, 2, 0, 1, 2, 0), 4), ((0, 1, 2, 0, 0), 2), ((0, 1, 2, 3) * 9, 32)],
 )
 def test_planned_waits_are_those_of_a_simulation(owners: tuple[int, ...], micro: int, in_order: bool) -> None:
-    """With the seconds of each unit the plan's are the simulation's, and with seconds that vary within 5 % of it."""
+    """They equal a simulation's with constant seconds of units, and are within 5 % of one where these vary by 10 %."""
     blocks = len(owners) - 1
     how: dict[str, Any] = {"copies": (0.2, 0.3), "in_order": in_order}
     times = {"forward": 1.0, "backward": 3.1, "head": 2.6}

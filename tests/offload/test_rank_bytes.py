@@ -177,7 +177,7 @@ def test_planned_bytes(world: int, nodes: int, pipeline: int, tmp_path: Path, mo
 WORLD, MEET = 3, -1
 SIZES = [ALIGN, 2 * ALIGN, 3 * ALIGN, 7 * ALIGN, 11 * ALIGN]  # fewer pieces than ranks, and numbers that do not divide
 UNITS = [torch.randn(size, generator=torch.Generator().manual_seed(size)).bfloat16() for size in SIZES]
-KINDS = {"reads": 0, "gathers": RAM}  # and where the weights are
+KINDS = {"reads": 0, "gathers": RAM}  # way to get a unit: home of its weights
 BOTH = pytest.mark.parametrize("kind", KINDS)
 
 

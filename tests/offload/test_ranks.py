@@ -111,7 +111,7 @@ PLANTED = (3, 5, 6)  # steps, counted from 0, whose last micro-batch has NaN in 
 @dataclass(frozen=True)
 class Speculated:
     result: Result
-    kept: list[tuple[int, int]]  # of each speculative step, the number of pages that were kept, and of all done
+    kept: list[tuple[int, int]]  # numbers of pages kept and of all pages updated, for each speculative step
     # On rank 0, recorded steps and digests of the masters that the record names, computed twice: when the record has
     # been written, and before the next one is.
     read: list[tuple[int, str]]
@@ -253,7 +253,7 @@ def meet(fault: str, *_: Any) -> None:
         ranks.end_if_rank_vanishes(say=print)
         group, values = ranks.group_of(), torch.zeros(1 << 28, dtype=torch.uint8)
         wait = group.begin([(0, values)], []) if rank else group.begin([], [(1, values)])
-        if rank:  # in the middle of the message
+        if rank:  # this rank dies in the middle of the message
             time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
         wait()
@@ -267,7 +267,7 @@ def meet(fault: str, *_: Any) -> None:
         ranks._BEAT = 0.005
         ranks.end_if_rank_vanishes(say=print)
         time.sleep(0.1)
-        ranks._close_all()  # as when the interpreter ends: threads that enter gloo then may abort the process
+        ranks._close_all()  # runs when the interpreter ends, since threads that enter gloo then may abort the process
         assert not any(thread.name == "ranks" for thread in threading.enumerate())
         with pytest.raises(PeerFailed, match="this rank ends"):
             ranks.wait_for_all()

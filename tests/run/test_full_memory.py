@@ -76,7 +76,7 @@ def run(
         return gpu.allocations
 
 
-HALF = 1_006_000_000  # of the GPU, where half of the state fits
+HALF = 1_006_000_000  # bytes of a GPU on which half of the state fits
 CASES = {
     "on the GPU": (GPU_BYTES, SAVED),
     "updated during the backward": (HALF, [*SAVED, "--ram-fraction", "0", "tiered.overlap=backward"]),

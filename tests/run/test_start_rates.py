@@ -67,7 +67,7 @@ def test_a_long_run_on_a_drive_measures_what_its_plan_lacks(
     assert not cache_file().exists()
     machine = machine_rates.rates_at_start(before, say=messages.append)
     assert [line.partition(" ")[0] for line in messages] == ["measured"]
-    assert step_time.RATE not in machine.rates.layers  # of Muon
+    assert step_time.RATE not in machine.rates.layers  # Muon's rate
     assert not list((drive / "offload-trainer").glob("run-*"))
     after = plan_run(before.config, again=replace(before, machine=machine))
     assert all(bound.seconds is not None for bound in after.plan.forecast.bounds)

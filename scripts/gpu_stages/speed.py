@@ -1,4 +1,4 @@
-"""Time steps of one model by placement of the optimizer state and overlap of the update, beside other libraries.
+"""Time steps of one model by placement of the optimizer state and overlap of the update, and those of other libraries.
 
 Each case has its own process, and the machine to itself: two steps are not timed, and the process ends before the next
 case is built. The forward and backward of plain torch alone are the floor under every case. No timed step is clipped,

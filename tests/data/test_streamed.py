@@ -327,7 +327,7 @@ WORDS = [*TINY, "--steps", "6", "--save-every", "2", "train.eval_every=0", "--mi
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """Return a jsonl file that a run of 6 steps reads more than once; beside it is one of short conversations."""
+    """Return a jsonl file that a run of 6 steps reads more than once; next to it is one of short conversations."""
     path = tmp_path / "text.jsonl"
     path.write_text(lines({"text": f"It was the best of times, number {n}, and the worst."} for n in range(40)))
     talks = ({"messages": turns(f"{n}?", f"{n}" * (n % 4 + 1))} for n in range(22))

@@ -46,7 +46,7 @@ def pieces() -> PreTrainedTokenizerFast:
 
 
 def llama_pieces() -> PreTrainedTokenizerFast:
-    """Return `pieces` as Llama's class, which transformers 5 builds anew: it adds no space after special tokens."""
+    """Return `pieces` as Llama's class, which transformers 5 rebuilds: it adds no space after special tokens."""
     if transformers.__version__ < "5":
         return LlamaTokenizerFast(tokenizer_object=pieces().backend_tokenizer, add_bos_token=True, legacy=False)
     return LlamaTokenizerFast(vocab=pieces().get_vocab(), merges=[])

@@ -61,7 +61,7 @@ def within(name: str, context: Callable[[], AbstractContextManager[Any]]) -> Non
 
 
 def count_exchanges(cases: Sequence[Case]) -> list[Result]:
-    """Train the cases; count the bytes that this rank exchanges with the others, and how often they meet."""
+    """Train the cases; count the bytes that this rank exchanges with the others, and their barriers."""
     sending = []  # not empty while the exchanged bytes are gradients rather than parts of norms
 
     @contextmanager
@@ -273,7 +273,7 @@ def test_closing_does_not_wait_for_other_ranks(kind: str, tmp_path: Path, monkey
         raise TrainerError("the others are gone")
 
     node: Any = Node()
-    monkeypatch.setattr(ranks, "group_of", lambda *_, **__: object())  # nobody gets as far as using it
+    monkeypatch.setattr(ranks, "group_of", lambda *_, **__: object())  # it is never used
     store = store_of(kind, tmp_path / "weights", node=node)
     node.world, node.by_parts, node.exchange = 2, kind == "gathers", lambda: never
     fetches = WeightFetches(store, node=node, gpus=False)

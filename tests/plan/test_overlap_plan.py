@@ -122,7 +122,7 @@ def test_pages_that_buffers_read_during_the_backward_arrive_earlier(pages: int, 
             arrived.append(max(written[page - buffers], arrived[-1]) + 1)
         written.append(max(arrived[page], written[-1] if written else 0) + 1)
     assert arrived[buffers:] == pytest.approx(planned[buffers:])
-    assert max(planned[:buffers]) < 1.0 + 1e-9  # they arrive at once; the last of them is planned a page late
+    assert max(planned[:buffers]) < 1.0 + 1e-9  # they arrive immediately; the last of them is planned a page late
 
 
 def test_only_the_first_micro_batch_hides_the_update_and_shared_resources_do_not_overlap() -> None:
@@ -405,7 +405,7 @@ def test_from_that_many_tokens_on_the_update_is_a_tenth(way: str) -> None:
 
 
 def test_malloc_keeps_freed_memory_where_ram_has_room_for_its_holes() -> None:
-    """It is returned for long rows, beside a GPU, with several ranks and in a session."""
+    """It is returned for long rows, with a GPU, with several ranks and in a session."""
     for share in ((), ("--ram-fraction", "0.5")):
         words = (*share, "--seq-len", "128", "--params", "gpu")
         roomy = planned(*words, on=machine())

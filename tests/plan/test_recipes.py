@@ -112,7 +112,7 @@ def test_rows_of_the_scaling_table(words: str, cells: str, tmp_path: Path, capsy
     found = json.loads(capsys.readouterr().out)
 
     def told(name: str) -> str:
-        """Return the seconds of the fastest mode with that name, or why there is none."""
+        """Return the seconds of the fastest mode with that name, or why no mode has any."""
         modes = [mode for mode in found["modes"] if mode["name"].startswith(name)]
         if not modes:
             return "refused"

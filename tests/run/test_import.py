@@ -314,7 +314,7 @@ def test_an_import_holds_a_few_weights(write: Callable[[Path, State], None], tmp
 
 # -- checkpoints of FSDP2 ----------------------------------------------------------------------------------------------
 
-BEFORE, AFTER = 3, 3  # steps before the checkpoint, and compared with those of the run that goes on from its import
+BEFORE, AFTER = 3, 3  # steps before the checkpoint, and compared with those of the run that resumes from its import
 
 
 def write_checkpoint(directory: Path, model: Any, adam: Any, scheduler: Any, kind: str) -> None:

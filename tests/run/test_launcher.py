@@ -47,7 +47,7 @@ def test_the_first_failed_rank_is_reported() -> None:
 
 
 def test_a_launcher_that_was_stopped_beyond_its_timeout_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then Python's sigtimedwait returns memory that nobody has set."""
+    """Then Python's sigtimedwait returns uninitialised memory."""
     monkeypatch.setattr(signal, "sigtimedwait", lambda *_: SimpleNamespace(si_signo=-(2**20)))
     rank = Mock(poll=lambda: 0)
     assert launcher.wait_for({0: rank}, {signal.SIGCHLD}) == ({}, 0)
@@ -400,7 +400,7 @@ def test_a_run_directory_that_others_do_not_see(tmp_path: Path, monkeypatch: pyt
         checks._read_token(tmp_path / ".seen-0123")
 
 
-# -- torchrun's restarts: killed ranks resume the run, and a run that is told to stop ends -----------------------------
+# -- torchrun's restarts: killed ranks resume the run, and a run that is asked to stop ends ----------------------------
 
 
 ON_DRIVE = [*TINY, "--engine", "tiered", "--optimizer", "nvme", "--steps", 20, "--save-every", 3, "train.eval_every=0"]

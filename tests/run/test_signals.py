@@ -305,7 +305,7 @@ def test_what_is_left_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
     left = loop.TimeToSave(step=None, save=4.0)
     left.begin("step", "validation", "save")
-    assert left.seconds is None  # nobody knows the seconds of a first step
+    assert left.seconds is None  # the seconds of a first step are unknown
     now[0] = 10.0
     left.begin("validation", "save")
     now[0] = 13.0

@@ -1,4 +1,4 @@
-"""Damage files that the program reads back, in ways that hypothesis draws: it must refuse them or read them right.
+"""Damage files that the program reads back, in ways that hypothesis draws: they are refused, or read as they were.
 
     python soak/damage.py [KIND ...] --examples 2000 --seed 1
 

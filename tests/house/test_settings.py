@@ -278,7 +278,7 @@ def test_texts_numbers_and_every_kind_of_value_read_back(tmp_path: Path, monkeyp
 
 
 def test_answers_without_torch(tmp_path: Path) -> None:
-    """Help, mistakes, recipes (`cp` writes only a copy) and a missing model, drive or file are answered without it."""
+    """Help, mistakes, recipes (`cp` only copies) and a missing model, drive or file are answered without torch."""
     code = (
         "import sys; from offload_trainer.cli import main\n"
         "words = (['--help'], ['optim.lrr=1'], ['plan', '--stepz', '3'], ['--print-config'], ['ls'],\n"

@@ -267,7 +267,7 @@ def meet(fault: str, *_: Any) -> None:
         ranks._BEAT = 0.005
         ranks.end_if_rank_vanishes(say=print)
         time.sleep(0.1)
-        ranks._close_all()  # runs when the interpreter ends, since threads that enter gloo then may abort the process
+        ranks._close_all()  # also runs at the interpreter's end, as threads that enter gloo then may abort the process
         assert not any(thread.name == "ranks" for thread in threading.enumerate())
         with pytest.raises(PeerFailed, match="this rank ends"):
             ranks.wait_for_all()

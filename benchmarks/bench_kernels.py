@@ -123,7 +123,7 @@ CONTENDERS: dict[str, Make] = {
 
 # -- in the process of a contender -----------------------------------------------------------------------------------
 
-Setting = tuple[bool, int]  # with casts, threads
+Setting = tuple[bool, int]  # casts included, number of threads
 _ready: dict[Setting, tuple[Step, Iterator[int]]] = {}  # the last setting's step, and its next numbers
 
 

@@ -44,7 +44,7 @@ class Case:
     name: str
     words: list[str]
     warm: int
-    facts: dict[str, Any] = field(default_factory=dict)  # of the built engine, with its plan
+    facts: dict[str, Any] = field(default_factory=dict)  # about the built engine, with its plan
     steps: list[dict[str, Any]] = field(default_factory=list)
 
     @contextmanager

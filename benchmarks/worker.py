@@ -199,7 +199,7 @@ def carry_out(
             job.engine.synchronize()  # the update thread decides about the last step
             found["early"] = dict(early)
         if trace:
-            with torch.profiler.profile() as seen:  # of all kinds of devices
+            with torch.profiler.profile() as seen:  # records all kinds of devices
                 for _ in range(2):
                     next(running)
             seen.export_chrome_trace(trace)  # the suffix of the name selects gzip

@@ -25,7 +25,7 @@ EXACT = re.compile(
     r"(add|sub|mul|div|sqrt|fma)\.rn\.f32(x2)?|add\.rn\.f32\.f16|cvt\.rn\.(f32\.[us](16|32)|f16(x2)?\.f32)"
     r"|cvt\.(f32\.f16|rzi\.s32\.f32)|(ld|st|mov|selp|setp|neg|abs)\b.*"
 )
-TYPES = {"fp32": "*fp32", "bf16": "*i16", "8bit": "*u8"}  # of moments, and of masters
+TYPES = {"fp32": "*fp32", "bf16": "*i16", "8bit": "*u8"}  # pointer types of moments and masters
 
 
 def faults_of(ptx: str, *, fuses: bool) -> list[str]:

@@ -122,7 +122,7 @@ def killed(run: Path, *words: object) -> dict[int, float]:
 
 
 def summary(run: Path, lost: dict[int, float], seconds: float, before: str, after: str) -> str:
-    """Return the table of the end. Plain torch holds weights, gradients and two moments in fp32, beside activations."""
+    """Return the table of the end. Plain torch holds weights, gradients and two moments in fp32 besides activations."""
     steps = list(metrics(run).values())
     manifest = max(run.glob("checkpoints/step-*/MANIFEST.json"))
     parameters = sum(math.prod(weight["shape"]) for weight in json.loads(manifest.read_text())["layout"].values())

@@ -38,8 +38,8 @@ NEEDED = ("torch", "transformers", "pydantic", "safetensors", "psutil", "yaml") 
 
 # -- stages that run commands: the update kernels, tests, and the rates of this machine --------------------------------
 
-# Files with tests marked gpu. They are named, since pytest would import every other file too, and some need packages
-# that a machine without network lacks.
+# Files with tests marked gpu. They are named, since pytest would import every other file too, and some
+# need packages that a machine without network lacks.
 MARKED = ("tests/optim/test_adam_kernels.py", "tests/offload/test_tiered.py")
 # Files whose tests build engines, on the GPU where there is one.
 COMPUTING = (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 COMMAND = ["plan", "--model", "gpt2-10b", "--machine", "v100-32gb"]
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "plan.svg"
-WIDTH, HEIGHT = 7.2, 17  # of a character, in pixels
+WIDTH, HEIGHT = 7.2, 17  # size of a character in pixels
 
 
 def picture() -> str:

@@ -50,7 +50,7 @@ from offload_trainer.settings import load_config
 from offload_trainer.storage.retention import find_resume
 from offload_trainer.telemetry.meters import PhaseClock
 
-SECONDS = 60.0  # for one file
+SECONDS = 60.0  # time limit for one damaged file
 TINY = ["model.overrides.n_layer=1", "model.overrides.n_embd=16", "model.overrides.vocab_size=64"]
 TINY += ["model.overrides.n_head=2", "--seq-len", "16", "--micro-batch", "2"]
 
@@ -68,7 +68,7 @@ class Files:
     use: Callable[[], object]
     others: Mapping[str, Sequence[bytes]] = field(default_factory=dict)  # the same file of other runs and steps
     summed: Sequence[str] = ()  # files with checksums: any change must be noticed
-    right: Callable[[Any], bool] = lambda result: True  # whether `use` may return this
+    right: Callable[[Any], bool] = lambda result: True  # checks the result of `use`
     manifest: str = ""  # holds the checksums of `summed`, which a damage may update
     links: bool = False  # links are followed, since these files belong to the user
 
@@ -309,8 +309,8 @@ def _engine_of(folder: Path, *words: str) -> tuple[TrainConfig, ModelSource, Cal
 def pages(folder: Path) -> Files:
     """Create page files of a run that was killed after step 3, and those of its other steps and of another run.
 
-    An update writes copies of pages that the record of the step before does not name, so page files of a run that was
-    killed in an update are those of step 3 with parts of step 4's.
+    An update writes copies of pages that the record of the step before does not name. A run that was killed in an
+    update therefore leaves the page files of step 3 with parts of step 4's.
     """
     lease, drive = folder / "run-0000dead", folder / "drive"
     for path in (lease, drive):

@@ -209,7 +209,7 @@ class Trial:
             raise Difference(f"left over: {', '.join(map(str, left))}")
 
 
-MOMENTS = {  # by `pages`
+MOMENTS = {  # moments to end a run at, for each value of `pages`
     False: ("at the start", "in a step", "in a save", "in a save", "in a prune"),
     True: ("at the start", "in a step", "in a step", "in a step", "in a save"),
 }

@@ -14,8 +14,8 @@ import pytest
 # Threads that wait give up their core: commands of two tests have more threads than two cores run, and each waited for
 # the others' turns. A training command took 50 s so, and takes 14 s.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ["COLUMNS"] = "100"  # of the terminal, whatever it is
-gc.disable()  # until all tests are collected: collections among so many new objects take a third of that time
+os.environ["COLUMNS"] = "100"  # the same width in every terminal
+gc.disable()  # enabled again after test collection, a third of whose time garbage collection would take
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,4 @@
-"""Time steps of one model by placement of the optimizer state and overlap of the update, beside other libraries.
+"""Time steps of one model by placement of the optimizer state and overlap of the update, and those of other libraries.
 
 Each case has its own process, and the machine to itself: two steps are not timed, and the process ends before the next
 case is built. The forward and backward of plain torch alone are the floor under every case. No timed step is clipped,
@@ -21,7 +21,7 @@ from worker import Failure
 
 from gpu_stages.stage import Record, Stage
 
-PHASES = ("step", "forward", "backward", "update")  # of a step, in seconds
+PHASES = ("step", "forward", "backward", "update")  # keys of a step's seconds
 WARM, STEPS = 2, 5  # untimed and timed steps
 UNCLIPPED = "optim.max_grad_norm=1000"
 FLOOR = "floor: forward and backward alone"

@@ -1,4 +1,4 @@
-"""What a stage works with: its time limit, a directory on the drive, its record, and worker processes for the GPU.
+"""The parts that all stages use: a time limit, a directory on the drive, a record, and worker processes for the GPU.
 
 The results of a stage so far are in STAGE.json and STAGE.md, and those of all stages in an archive; all are rewritten
 after every row. A process that is killed at a time limit leaves all rows that it had, and `"done": false`.

@@ -242,7 +242,7 @@ _SHORT = "{% if messages | length < 4 %}{{ raise_exception('a longer conversatio
 _STRICT = "{% if messages[0].content != 'Be brief.' %}{{ raise_exception('another system message') }}{% endif %}"
 _LAST = MARKED.replace("}}<end>{% endg", "}}{{ '<pad>' if loop.index == 5 else '<end>' }}{% endg")
 _NO_END = "of the answers to train on have no token that ends them"
-# Each template with generation marks: what is learned of `TALK`, whether <end> ends generation, what is told.
+# Each template with generation marks: what is learned of `TALK`, whether <end> ends generation, what is reported.
 MARKS = {
     "a question without a system message is refused": (_LACKS + MARKED, ANSWERS, True, ""),
     "only the system message of the conversation is accepted": (_STRICT + MARKED, ANSWERS, False, ""),
@@ -316,7 +316,7 @@ _PROMPTS = {
     **dict.fromkeys(("deepseek_r1_distill", "deepseekv3"), DEEPSEEK_ASSISTANT),
     **dict.fromkeys(("gptoss", "muse_glimmer"), "<|start|>assistant"),
 }
-# Tokens that end some turns within the marks, though generation goes on behind them: they are not learned here.
+# Tokens that end some turns within the marks, though generation continues after them: they are not learned here.
 _OTHER_ENDS = {"gptoss": "<|end|>", "glm4moe": "<|system|>"}
 _QUICK = ("deepseek_r1_distill", "deepseekv3", "glm4moe", "gptoss", "qwen3_5_think")
 

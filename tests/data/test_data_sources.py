@@ -321,7 +321,7 @@ def test_every_form_gives_what_its_lines_give(kind: str, tmp_path: Path, monkeyp
 
 
 def test_a_text_is_one_document_in_blocks_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So is a packed one. Blocks may cut characters of one to four bytes; a byte-order mark is dropped."""
+    """A compressed text is one too. Blocks may cut characters of one to four bytes; a byte-order mark is dropped."""
     content = "aé€\U0001f600\n".encode() * 7
     for kind, pack in {"": bytes, **PACKERS}.items():
         (tmp_path / f"b.txt{kind}").write_bytes(pack(b"\xef\xbb\xbf" + content[:15]) + pack(content[15:]))
@@ -436,7 +436,7 @@ def test_a_saved_data_set_has_the_splits_of_its_folders_and_missing_files_are_na
     prepared(tmp_path / "both", say=said.append)
     (note,) = [line for line in said if line.startswith("note: only")]
     assert note == f"note: only 1 of the 2 files {tmp_path / 'both/train/data'}-*-of-00002 are there"
-    one.save_to_disk(tmp_path / "neither" / "a", num_shards=2)  # which leaves the file of the earlier save
+    one.save_to_disk(tmp_path / "neither" / "a", num_shards=2)  # leaves the file of the earlier save in place
     assert documents_of(*find_sources([str(tmp_path / "neither" / "a")])) == [row["text"] for row in TEXTS[:5]]
 
 

@@ -211,7 +211,7 @@ LOOKS = message(A, "Let me see.", tool_calls=[CALL])
         (talk(*turns("weather Tells it.", "A"), tools=[TOOL]), TEMPLATE, "tools"),
         (talk(message("system", "Shout."), *turns("a", "A")), NO_SYSTEM, "messages.content"),
         (talk(*shares("a", "A"), system="Shout."), NO_SYSTEM, "system"),
-        (  # gpt-oss's template leaves out text beside a call, where an answer follows
+        (  # gpt-oss's template leaves out text next to a call, where an answer follows
             talk(*turns("Rain?"), LOOKS),
             TOOLS.replace("{{ m.content }}{% for", "{% if not m.tool_calls %}{{ m.content }}{% endif %}{% for"),
             "messages.content",

@@ -197,7 +197,7 @@ def test_without_its_list_of_points_it_begins_at_the_beginning(data: Path, tmp_p
 
 
 def test_each_setting_makes_another_stream(tmp_path: Path) -> None:
-    """So does another token that the template prints. The summary is that of the prepared file."""
+    """A tokenizer whose template prints another token makes one too. The summary is that of the prepared file."""
     path = written(tmp_path / "data.jsonl", "chat")
     tokenizer, other = (chat_tokenizer("{{ bos_token }}" + sample_chats.TEMPLATE) for _ in range(2))
     other.bos_token = "<user>"
@@ -273,7 +273,7 @@ def test_another_text_is_noticed(changed: int, data: Path, tmp_path: Path) -> No
     def resumed() -> None:
         again.remember(tmp_path / "points.jsonl", writes=False)
         for number in range(2000, 2133, 5):
-            again._begin = 10**9  # as in a new process, reading begins at the nearest point
+            again._begin = 10**9  # makes reading begin at the nearest point, as a new process does
             rows(again, number)
 
     with pytest.raises(TrainerError, match=r"the records behind its first \d+ tokens are not those"):
@@ -327,7 +327,7 @@ WORDS = [*TINY, "--steps", "6", "--save-every", "2", "train.eval_every=0", "--mi
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """Return a jsonl file that a run of 6 steps reads more than once; beside it is one of short conversations."""
+    """Return a jsonl file that a run of 6 steps reads more than once; next to it is one of short conversations."""
     path = tmp_path / "text.jsonl"
     path.write_text(lines({"text": f"It was the best of times, number {n}, and the worst."} for n in range(40)))
     talks = ({"messages": turns(f"{n}?", f"{n}" * (n % 4 + 1))} for n in range(22))

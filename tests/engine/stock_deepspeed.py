@@ -81,7 +81,7 @@ def _train(folder: Path, words: list[str], steps: int) -> SimpleNamespace:
     data = masked(batches(steps * ACCUMULATE * engine.world))[engine.rank :: engine.world]
     lr = engine._optimizer.param_groups[0]["lr"]
     found = train(engine, data, accumulate=ACCUMULATE, lr=lr, before=lambda _: counts.clear())
-    called = dict(counts)  # of the last step; reading the masters has collectives too
+    called = dict(counts)  # the last step's calls, copied here since reading the masters has collectives too
     held, stage = masters(engine), engine._engine.zero_optimization_stage()
     seen = {"steps": found, "stage": stage, "masters": held, "apart": apart(engine, held)}
     return SimpleNamespace(**seen, bytes=called.pop("bytes"), calls=called)

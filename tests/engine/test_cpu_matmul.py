@@ -30,7 +30,7 @@ def test_pieces_round_the_same_products(
     exact, more = left.double() @ right.double(), some(columns) if added == "row" else some(rows, columns)
     if added is None:
         given = cpu_matmul._addmm(None, left, right)
-    elif added == "ignored":  # by beta=0
+    elif added == "ignored":  # beta=0 ignores it
         given, exact = cpu_matmul._addmm(torch.full_like(more, torch.nan), left, right, beta=0, alpha=2), 2 * exact
     else:
         given = cpu_matmul._addmm(more, left, right, beta=0.5, alpha=2)

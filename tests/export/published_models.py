@@ -46,7 +46,7 @@ def pieces() -> PreTrainedTokenizerFast:
 
 
 def llama_pieces() -> PreTrainedTokenizerFast:
-    """Return `pieces` as Llama's class, which transformers 5 builds anew: it adds no space after special tokens."""
+    """Return `pieces` as Llama's class, which transformers 5 rebuilds: it adds no space after special tokens."""
     if transformers.__version__ < "5":
         return LlamaTokenizerFast(tokenizer_object=pieces().backend_tokenizer, add_bos_token=True, legacy=False)
     return LlamaTokenizerFast(vocab=pieces().get_vocab(), merges=[])
@@ -126,8 +126,8 @@ def log_probabilities(file: str, vocabulary: int, prompts: list[list[int]]) -> l
     settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = xllamacpp.Server(settings)
-    # The answer has no probabilities if its token ends the text or is part of a character. The bias chooses the token,
-    # and the probabilities are those without it.
+    # The answer has no probabilities if its token ends the text or is part of a character. The bias chooses the
+    # token; the probabilities are those without the bias.
     bias = {"temperature": 0, "logit_bias": [[prompts[-1][-1], 1000]]}
     found = []
     for ids in prompts:

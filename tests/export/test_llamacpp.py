@@ -78,7 +78,7 @@ def test_both_releases_of_transformers_read_an_export_alike(exports: list[Path],
 def test_a_converted_export_has_transformers_log_probabilities(
     exports: list[Path], there: dict[str, str], tmp_path: Path
 ) -> None:
-    """Next tokens after several prefixes are as likely but for rounding, and gelu, which is a table in fp16 there."""
+    """Next tokens after several prefixes are equally likely, except for rounding and gelu, a table in fp16 there."""
     call("model.overrides.initializer_range=0.3", *TINY, "--steps", 1, "train.eval_every=0", output=tmp_path / "run")
     done = ask("export", tmp_path / "run", tmp_path / "trained/fp32", "--dtype", "fp32")
     assert done.returncode == 0, done.stderr

@@ -33,7 +33,7 @@ def stored_masters(lease: Path) -> tuple[int, dict[str, torch.Tensor]] | None:
     if (newest := read_newest(manifest)) is None:
         return None
     table, (copies, written) = manifest.table, newest.pages
-    sums = memoryview(written).cast("I")[:: len(table.format.fields)]  # of masters, which are the first field
+    sums = memoryview(written).cast("I")[:: len(table.format.fields)]  # checksums of masters, the first field
     files = [torch.from_numpy(np.fromfile(file, np.uint8)) for file in files_of(manifest)]
     for weight in manifest.weights:
         found[weight.name] = values = torch.empty(weight.shape)

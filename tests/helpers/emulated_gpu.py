@@ -53,7 +53,7 @@ class EmulatedGpu:
 
     def __init__(self, *, seed: int, haste: float, seconds: float, device: torch.device) -> None:
         """Create the streams. `haste`: the probability that a queue advances at each call."""
-        self.seconds = seconds  # for which other threads at least wait, while the training thread frees its tensors
+        self.seconds = seconds  # minimum wait of other threads, in which the training thread frees its tensors
         self.torch_device, self.methods = device, _methods(self)
         self.log: list[str] = []  # work that has run
         self.lock = threading.RLock()
@@ -63,13 +63,13 @@ class EmulatedGpu:
         self.bare: list[str] = []  # queued copies behind no event of the compute stream, which may still read there
         self.freed: list[str] = []  # work whose memory CUDA's allocator would have handed to the next tensor
         self.elsewhere: set[str] = set()  # threads, except this one, that called CUDA without setting a device
-        self.host_waits = 0  # of the training thread
+        self.host_waits = 0  # number of waits of the training thread
         self.thread = threading.current_thread()
         self._recorded: set[tuple[int, str]] = set()  # storages and names of streams passed to `record_stream`
         self._queued: Counter[int] = Counter()  # storages that queued work refers to
         self._random, self._haste = random.Random(seed), haste
         self.allocations = 0
-        self.fails: Callable[[int], bool] = lambda number: False  # whether this allocation finds the GPU full
+        self.fails: Callable[[int], bool] = lambda number: False  # True: allocation `number` finds the GPU full
 
     def tag_of(self, tensor: torch.Tensor) -> str | None:
         # The Python object of a storage stays as long as the storage.

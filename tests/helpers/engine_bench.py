@@ -89,8 +89,8 @@ def engine(
     *words: str,
     drives: Sequence[Path] = (),
     shadows: float = 0.0,  # share of the blocks' state in RAM with shadow memory
-    device_sums: int | None = None,  # that of `TierSizes`, which a plan chooses only for a GPU
-    device: Any = None,  # in place of this machine's
+    device_sums: int | None = None,  # `TierSizes.device_sums`, which a plan chooses only for a GPU
+    device: Any = None,  # replaces this machine's device
     **extra: Any,
 ) -> Iterator[Any]:
     """Yield the engine that all ranks' command builds for `words`, or torch alone, with its `plan` and `candidate`."""
@@ -123,7 +123,7 @@ def engine(
             made = TieredEngine(source, plan.work, config.optim, **of_plan, **extra)
         held.callback(made.close)
         candidate = TieredCandidate(plan.work, machine, plan.placement, sizes, layouts_of(plan.work))
-        vars(made).update(plan=plan, candidate=candidate)  # what tests compare its bytes with
+        vars(made).update(plan=plan, candidate=candidate)  # tests compare the engine's bytes with these
         yield made
 
 

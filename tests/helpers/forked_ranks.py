@@ -23,7 +23,7 @@ Process = Fork | subprocess.Popen[bytes]
 
 
 def _start(scripts: Sequence[Sequence[object]], folder: Path, *, nodes: int = 1, **how: bool) -> list[Process]:
-    """Start scripts as ranks of `nodes` simulated nodes, which meet in `folder`; rank N prints to its file `told-N`."""
+    """Start scripts as ranks of `nodes` simulated nodes that share `folder`; rank N prints to its file `told-N`."""
     count, processes = str(len(scripts)), []
     for rank, argv in enumerate(scripts):
         local = rank % (len(scripts) // nodes)
@@ -60,7 +60,7 @@ def call_ranks(
         return [Run(code, text, output) for code, text in zip(codes, told, strict=True)]
 
 
-counts: Counter[str] = Counter()  # what `count_calls` has counted since the last case began
+counts: Counter[str] = Counter()  # totals of `count_calls` since the last case began
 _counting = threading.Lock()
 
 

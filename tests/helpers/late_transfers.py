@@ -33,7 +33,7 @@ def late_transfers(patch: pytest.MonkeyPatch) -> Iterator[None]:
         inner.setattr("offload_trainer.engine.tiered._device_kernel", lambda *_, **__: QueuedKernel(cuda))
         inner.setattr("offload_trainer.engine.tiered.Transfers", lambda **_: LateTransfers())
         yield
-    assert set(cuda.bare) <= {device._side.name for device in devices}  # where an update's copies follow one wait
+    assert set(cuda.bare) <= {device._side.name for device in devices}  # there one wait precedes an update's copies
     assert not cuda.elsewhere
 
 

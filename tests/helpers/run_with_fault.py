@@ -94,7 +94,7 @@ COUNTED: dict[str, Callable[..., bool]] = {
 
 def happen(action: str, given: tuple[Any, ...]) -> None:
     name, _, argument = action.partition("~")
-    if name == "pause":  # until a file exists
+    if name == "pause":  # waits until a file exists
         until = time.monotonic() + 300
         while not Path(argument).exists() and time.monotonic() < until:
             time.sleep(0.005)
@@ -118,7 +118,7 @@ def happen(action: str, given: tuple[Any, ...]) -> None:
         given[0]._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - until the process ends
     elif name == "lose":
         lose_streams(argument)
-    elif name != "nan":  # which multiplies the call's result; all others are signals
+    elif name != "nan":  # "nan" multiplies the call's result; all others are signals
         os.kill(os.getpid(), signal.SIGKILL if name == "kill" else signal.Signals[f"SIG{name}"])
         if threading.current_thread() is not threading.main_thread():
             time.sleep(0.5)  # Handlers run in the main thread, and a second signal must find the first one handled.

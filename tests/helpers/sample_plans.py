@@ -43,7 +43,7 @@ def timed(*, drive: float = 1e9, mixed: float = 0.5e9, matmul: float = 1e12, upd
 def cluster(
     *,
     gpu: int = 80 * GB,
-    copies: tuple[float, float, float] = (1e18, 1e18, 1e18),  # to the device, from it, and both ways
+    copies: tuple[float, float, float] = (1e18, 1e18, 1e18),  # rates to the device, from it, and both ways
     matmul: float = 1e24,
     memory: float = 1e18,
     update: float = 1e18,
@@ -76,7 +76,7 @@ class _Shapes(dict[str, ModelShape]):
         return self[name]
 
 
-SHAPES = _Shapes()  # of the presets
+SHAPES = _Shapes()  # shapes of the presets, computed at first use
 
 
 def least_ram(plan: Plan) -> int:

@@ -186,7 +186,7 @@ def test_the_image_has_the_torch_of_the_page(card: str, row: str, tmp_path: Path
     words = of_card(row).removeprefix("pip ").replace("'", "").replace("install", "install --no-cache-dir")
     assert pip.startswith(f"{words} install ")
     assert pip.endswith("/src[tensorboard,hf] ")
-    assert {"g++", "libaio-dev"} <= set(debian.split())  # for the kernels that are compiled at first use
+    assert {"g++", "libaio-dev"} <= set(debian.split())  # kernels are compiled with these at first use
     status, (told,) = built(tmp_path, CARD="kepler")
     assert status == 2
     assert told.startswith("CARD=kepler: volta")

@@ -135,7 +135,7 @@ def test_unreadable_rates_are_timed_again_and_those_that_others_may_have_written
     """Unreadable ones are reported once, and other entries stay."""
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
     cache = rate_cache.cache_file()
-    other = {"warp": 9, "more": [1]}  # of another version
+    other = {"warp": 9, "more": [1]}  # rates that another version wrote
     held = {rate_cache.rates_key(MACHINE): {"warp": {"value": 1}}, "rates other": other, "drives": {}}
     cache.write_text(json.dumps(held))
     noted("warp is not known to")

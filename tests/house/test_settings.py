@@ -278,7 +278,7 @@ def test_texts_numbers_and_every_kind_of_value_read_back(tmp_path: Path, monkeyp
 
 
 def test_answers_without_torch(tmp_path: Path) -> None:
-    """So do mistakes, recipes, which write only a copy, and a model, drive or file that is missing."""
+    """Help, mistakes, recipes (`cp` only copies) and a missing model, drive or file are answered without torch."""
     code = (
         "import sys; from offload_trainer.cli import main\n"
         "words = (['--help'], ['optim.lrr=1'], ['plan', '--stepz', '3'], ['--print-config'], ['ls'],\n"
@@ -331,7 +331,7 @@ def test_a_flag_of_one_command_names_that_command_and_configuration_words_keep_t
     assert (given.machine, given.nodes, given.json, given.parallel) == ("h200", 2, True, False)
 
 
-# what a user types -> the equivalent here, or a part of the message if nothing is equivalent
+# Keys are what a user types; values are the equivalent here, or a part of the message if nothing is equivalent.
 LEADS: dict[str, str] = {
     "--gradient_checkpointing": "model.activation_checkpointing=on",  # transformers and TRL
     "--gradient_checkpointing false": "model.activation_checkpointing=off",
@@ -344,7 +344,7 @@ LEADS: dict[str, str] = {
     "--attn_implementation flash_attention_2": "model.attention=sdpa",
     "train_batch_size=64": "train.gradient_accumulation_steps=N",  # DeepSpeed
     "zero_optimization.offload_param.device=nvme": "placement.params=nvme",
-    "aio.block_size=1048576": "deepspeed.aio_block_size=1048576",  # whose last part is another trainer's name of rows
+    "aio.block_size=1048576": "deepspeed.aio_block_size=1048576",  # `block_size` alone means data.seq_len elsewhere
     "--eval.max_iters 100": "train.eval_rows",
     "warmup_ratio=0.03": "optim.warmup_steps=N|auto",
     "--stage sft": "docs/tutorial.md",
@@ -558,7 +558,7 @@ STOCK |= {"pipeline_read": "false", "pipeline_write": "false", "max_live_paramet
 @pytest.mark.slow
 def test_runs_read_every_key(tmp_path: Path) -> None:
     """A key that nothing but the check of combinations reads has no effect."""
-    checks = ("engine_of", "combination_mistakes", "_settings_of_others", "mistakes_of_length")  # in plan/planner.py
+    checks = ("engine_of", "combination_mistakes", "_settings_of_others", "mistakes_of_length")  # plan/planner.py
     sections = {info.annotation: name for name, info in TrainConfig.model_fields.items()}
     read = set()
 

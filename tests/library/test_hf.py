@@ -58,7 +58,7 @@ def test_logs_and_weights_are_stock(home: str, folder: Path, reference: Referenc
 
 @pytest.mark.slow
 def test_muon(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """With rule="muon" it has a Trainer's bits with torch's Muon; the gradient norm is logged without clipping too."""
+    """The bits are those of a Trainer with torch's Muon; the gradient norm is logged without clipping too."""
     use_fp32_products(torch.bfloat16)  # Newton-Schulz multiplies bf16 matrices in an fp32 run, too
     words = {"max_steps": 8, "save_strategy": "no", "max_grad_norm": 0.0}
     expected = stock(folder, tmp_path / "stock", **words)

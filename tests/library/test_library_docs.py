@@ -72,7 +72,7 @@ def test_the_first_loop_is_short_and_trains(here: Path) -> None:
 
 
 def test_the_loops_resume_from_their_saves(here: Path) -> None:
-    """That of adapters saves them in PEFT's format, and merges them into the adapted weights only."""
+    """The loop for adapters saves them in PEFT's format, and merges them into the adapted weights only."""
     assert len(LOOP.strip().splitlines()) <= 25
     for code, out in ((LOOP, "trained"), (ADAPTERS, "merged")):
         for start, name in ((0, out), (12, f"{out} again")):

@@ -122,7 +122,7 @@ def accepted(kinds: list[list[Any]], call: Callable[..., Any]) -> Case | None:
     if not child:
         faulthandler.disable()
         signal.setitimer(signal.ITIMER_PROF, 20)  # CPU time, so that a busy machine does not matter
-        signal.alarm(300)  # for one that waits
+        signal.alarm(300)  # ends an operation that waits
         for number, case in enumerate(cases()):
             if outcome(case, plain())[0] == "gave":
                 os._exit(number)

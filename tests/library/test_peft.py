@@ -314,7 +314,7 @@ def test_adapters_that_change_or_copy_the_base_are_refused(folder: Path, drive: 
         ({"modules_to_save": ["lm_head"]}, "cannot be copied"),
         ({"init_lora_weights": "pissa"}, "q_proj.weight"),
         ({"layer_replication": [[0, 2], [1, 3]]}, "cannot be copied"),
-        ({}, "freeze"),  # of a base that was loaded with state
+        ({}, "freeze"),  # this base was loaded with state
     ):
         with loaded(folder, drive, freeze=FROZEN if changes else []) as base, pytest.raises(UserError, match=message):
             short(Ours, adapted(base, **changes), tmp_path)

@@ -140,7 +140,7 @@ def test_the_update_overlaps_the_loop(home: str, explicit: bool, drive: Path, mo
 
 @pytest.mark.parametrize("more", [{}, {"dtype": "bf16", "master_dtype": "bf16"}])
 def test_8bit_moments_resume_in_another_placement(more: dict[str, Any], tmp_path: Path, drive: Path) -> None:
-    """Rounding depends on the seed and the step alone, so a session that resumes goes on with the same bits."""
+    """Rounding depends on the seed and the step alone, so a session that resumes continues with the same bits."""
     after = []
     keys: dict[str, Any] = {"nvme": drive, "moment_dtype": "8bit", "seed": 5, **more}
     for stops in (False, True):

@@ -101,7 +101,7 @@ def test_the_plan_names_what_a_model_lacks_unless_it_is_asked_for(tmp_path: Path
     whole = "loss: with the logits of all tokens at once, since ProphetNet"
     assert any(note.startswith(whole) for note in source_of("ProphetNet", tmp_path / "b").shape.notes)
     large = source_of("JetMoe", tmp_path / "c", vocab_size=4_000_000, tie_word_embeddings=True).shape
-    assert large.parameters > 100_000_000  # from which `auto` checkpoints blocks, if transformers supports it
+    assert large.parameters > 100_000_000  # `auto` checkpoints models this large, if transformers can
     assert not checkpointed_blocks(ModelSection(), large)
     assert any(note.startswith("gradient checkpointing: off whatever its size") for note in large.notes)
 
@@ -250,7 +250,7 @@ def test_units_of_every_architecture_are_fetched_as_often_as_planned(request: py
 
 
 def test_units_are_used_in_the_recorded_order_or_else_in_that_of_registration() -> None:
-    """In the recorded order h.0 runs twice; h.1 is frozen, and has a backward only with checkpointing."""
+    """The recorded order runs h.0 twice; h.1 is frozen, and has a backward only with checkpointing."""
     weights = [
         Weight("embed.weight", (999, 64), unit="embed", uses=2),
         *(Weight(f"h.{n}.{w}", (64, 64), unit=f"h.{n}", block=True) for n in (0, 1) for w in "ab"),

@@ -144,7 +144,7 @@ def test_refused_models(section: ModelSection, expected: str) -> None:
 
 def test_configurations_that_cannot_be_used(tmp_path: Path) -> None:
     """The refusal is immediate: transformers would build modules of all the layers, or wait for a pipe."""
-    unusable = {  # what a config.json holds, and the message
+    unusable = {  # content of a config.json: the message
         json.dumps({"model_type": "gpt2", "n_layer": 10**9, "n_embd": 64, "n_head": 2}): "n_layer is 1000000000",
         json.dumps({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}}): "layers is 1000000000",
         **dict.fromkeys(("", "[" * 100_000, "pipe"), r"config\.json cannot be read: .*It is no model's configuration"),
@@ -160,7 +160,7 @@ def test_configurations_that_cannot_be_used(tmp_path: Path) -> None:
             resolve_model(ModelSection(name=str(file.parent), random_init=True), seed=0)
 
 
-Held = dict[str, torch.Tensor]  # what a file holds
+Held = dict[str, torch.Tensor]  # tensors of a file by name
 
 
 def added(*keys: str) -> Callable[[Held], Held]:

@@ -23,7 +23,7 @@ from offload_trainer.storage.transfer import Transfers
 
 @dataclass(frozen=True)
 class Result:
-    """What a rank has seen of a case. Results with the same bits are equal, whatever was counted."""
+    """One rank's results of a case. Results with the same bits are equal, whatever was counted."""
 
     steps: list[Step]
     masters: str  # digest

@@ -112,13 +112,13 @@ def test_every_placement_clips_equally(rule: str, drive: Path, tmp_path: Path, m
         with emulated_gpu(monkeypatch, haste=0.2, seconds=0.001) as gpu, monkeypatch.context() as patch:
 
             def built(made: Any, parts: Any, *a: Any, beside: Any = kernel, **words: Any) -> None:
-                kernels = parts.kernels[0], beside  # in place of the one that the engine gives
+                kernels = parts.kernels[0], beside  # replaces the engine's second kernel
                 begin(made, replace(parts, kernels=kernels), *a, **words)
 
             patch.setattr(Gradients, "__init__", built)
             given = [*words, f"optim.name={rule}"]
             found.append(trained(gpu, model, drive, given, accumulate=2, limit=0.1))
-    assert len(added) == 2 * 4 * len(found[0][1])  # in each step's last micro-batch
+    assert len(added) == 2 * 4 * len(found[0][1])  # added only in each step's last micro-batch
     assert all(norm is not None and norm > 0.1 for _, norm in found[0][0])
     for steps, weights in found[1:]:
         assert steps == found[0][0]

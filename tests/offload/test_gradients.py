@@ -364,7 +364,7 @@ def of_range(whole: Sums, rank: int, world: int) -> dict[str, str]:
 
 
 def add_up(folder: Path) -> list[list[tuple[dict[str, float], dict[str, str]]]]:
-    """As a rank, return the norms and the digests of its sums for each step of each case."""
+    """Return the norms and the digests of this rank's sums for each step of each case."""
     node, transfers, found = Node(together=True), Transfers(), []
     sizes = [4 * unit.trained for unit in MODEL]
     for piece, home, device in CASES:
@@ -396,7 +396,7 @@ def test_sums_and_norms_are_one_ranks(world: int, nodes: int, tmp_path: Path, mo
 
 
 def test_a_unit_is_ready_once_all_ranks_have_updated_it() -> None:
-    """In the next step an error of one rank is raised there by every wait."""
+    """An error of one rank's write in the next step is raised by every wait of that rank."""
     barrier = threading.Barrier(2, timeout=300)
     of_ranks = [(0, 0), (0, 8), (2, 0)], [(0, 16), (1, 0)]  # unit and start of each page
     pages = [[Page(unit, start, 8, RAM) for unit, start in of_rank] for of_rank in of_ranks]

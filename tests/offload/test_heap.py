@@ -20,8 +20,8 @@ def test_the_heap_is_trimmed_after_every_eighth_and_last_block(folder: Path, mon
                 block.ln_1.weight.register_post_accumulate_grad_hook(note(f"gradient {number}"))
         train(ours, batches(1))
         places = [after for before, after in pairwise(messages) if before == "trim"]
-        assert places == ["forward 7", "forward 9", "gradient 9", "gradient 8"]  # and before the backward
-    assert [len(block._forward_hooks) for block in blocks] == [1] * 10  # those of this test
+        assert places == ["forward 7", "forward 9", "gradient 9", "gradient 8"]  # the third trim precedes the backward
+    assert [len(block._forward_hooks) for block in blocks] == [1] * 10  # only this test's hooks are left
 
 
 LONG_ROW = """

@@ -101,7 +101,7 @@ def test_no_pair_changes_a_bit(row: dict[str, str], folder: Path, drive: Path, m
     always = [*words, "--accumulate", str(accumulate)]
     words = [*always, f"tiered.overlap={schedule}", *HOMES[row["home"]]]
     words += ["tiered.micro_batch_order=depth_first", *blocks]
-    late = row["transfers"] == "late" and not ON_GPU  # where they stand in for a GPU's
+    late = row["transfers"] == "late" and not ON_GPU  # on a CPU, late transfers emulate a GPU's
     drives = [drive / f"{number}" for number in range(3 if "three" in row["home"] else 1)]
     size = {"rows": 1, "length": 3} if "unused" in setting else {}
     reference: Any = {"reference": ("--ram-fraction", "1", "tiered.overlap=off")} if stored else {}

@@ -270,7 +270,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
-    """Conversations in packed rows, with validation: 2 x 2, 3 and then 1 ranks go on from each other's checkpoints."""
+    """Conversations in packed rows, with validation: 2 x 2, 3 and then 1 ranks resume from each other's checkpoints."""
     data = tmp_path / "chat.jsonl"
     data.write_text(lines({"messages": turns(f"What is {n}?", f"It is {n * n}." * 3)} for n in range(200)))
     words = [*TINY, "model.overrides.n_layer=3", "--data", str(data), "data.packing=on"]
@@ -344,7 +344,7 @@ def simulated(owners: Sequence[int], seconds: Callable[[int, int], float], *, mi
     [((0, 1, 0, 1, 0), 1), ((0, 1, 2, 0, 1, 2, 0), 4), ((0, 1, 2, 0, 0), 2), ((0, 1, 2, 3) * 9, 32)],
 )
 def test_planned_waits_are_those_of_a_simulation(owners: tuple[int, ...], micro: int, in_order: bool) -> None:
-    """With the seconds of each unit the plan's are the simulation's, and with seconds that vary within 5 % of it."""
+    """They equal a simulation's with constant seconds of units, and are within 5 % of one where these vary by 10 %."""
     blocks = len(owners) - 1
     how: dict[str, Any] = {"copies": (0.2, 0.3), "in_order": in_order}
     times = {"forward": 1.0, "backward": 3.1, "head": 2.6}
@@ -483,7 +483,7 @@ def peak_of_rank(model: Path, words: Sequence[str], *, micro: int) -> tuple[int,
 @pytest.mark.parametrize(("count", "chain"), [(2, 2), (3, 3), (4, 2)])
 @pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("qwen3", True)])
 def test_each_peak_is_the_plans(kind: str, tied: bool, count: int, chain: int, folder: Path, tmp_path: Path) -> None:
-    """A head of its own is on the rank after the last block's, a tied one on the first."""
+    """An untied head is on the rank after the last block's, a tied one on the first."""
     wide = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 512}
     model = model_directory(folder / f"{kind}-wide", kind, tied=tied, **wide)
     words = ["--engine", "tiered", "--dtype", "fp32", "--params", "gpu", "--ram-fraction", "1", "--seq-len", "256"]

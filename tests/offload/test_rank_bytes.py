@@ -61,7 +61,7 @@ def within(name: str, context: Callable[[], AbstractContextManager[Any]]) -> Non
 
 
 def count_exchanges(cases: Sequence[Case]) -> list[Result]:
-    """Train the cases; count the bytes that this rank exchanges with the others, and how often they meet."""
+    """Train the cases; count the bytes that this rank exchanges with the others, and their barriers."""
     sending = []  # not empty while the exchanged bytes are gradients rather than parts of norms
 
     @contextmanager
@@ -177,7 +177,7 @@ def test_planned_bytes(world: int, nodes: int, pipeline: int, tmp_path: Path, mo
 WORLD, MEET = 3, -1
 SIZES = [ALIGN, 2 * ALIGN, 3 * ALIGN, 7 * ALIGN, 11 * ALIGN]  # fewer pieces than ranks, and numbers that do not divide
 UNITS = [torch.randn(size, generator=torch.Generator().manual_seed(size)).bfloat16() for size in SIZES]
-KINDS = {"reads": 0, "gathers": RAM}  # and where the weights are
+KINDS = {"reads": 0, "gathers": RAM}  # way to get a unit: home of its weights
 BOTH = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -273,7 +273,7 @@ def test_closing_does_not_wait_for_other_ranks(kind: str, tmp_path: Path, monkey
         raise TrainerError("the others are gone")
 
     node: Any = Node()
-    monkeypatch.setattr(ranks, "group_of", lambda *_, **__: object())  # nobody gets as far as using it
+    monkeypatch.setattr(ranks, "group_of", lambda *_, **__: object())  # it is never used
     store = store_of(kind, tmp_path / "weights", node=node)
     node.world, node.by_parts, node.exchange = 2, kind == "gathers", lambda: never
     fetches = WeightFetches(store, node=node, gpus=False)

@@ -111,7 +111,7 @@ PLANTED = (3, 5, 6)  # steps, counted from 0, whose last micro-batch has NaN in 
 @dataclass(frozen=True)
 class Speculated:
     result: Result
-    kept: list[tuple[int, int]]  # of each speculative step, the number of pages that were kept, and of all done
+    kept: list[tuple[int, int]]  # numbers of pages kept and of all pages updated, for each speculative step
     # On rank 0, recorded steps and digests of the masters that the record names, computed twice: when the record has
     # been written, and before the next one is.
     read: list[tuple[int, str]]
@@ -214,7 +214,7 @@ def test_steps_are_one_ranks(count: int, nodes: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "more"), [(2, ()), (3, (PIPELINE,))])
 def test_no_rank_overwrites_what_the_last_record_names(count: int, more: tuple[str, ...], tmp_path: Path) -> None:
-    """Rank 0 is late to record a step; what its record names stays as it was, and is what one rank computes."""
+    """Rank 0 is late to record a step; what its record names is unchanged, and is what one rank computes."""
     words, steps = (*AWAY, *FULL, "--ram-fraction", "0", "--dtype", "bf16", "optim.max_grad_norm=0"), LATE + 1
     train = partial(run, tmp_path, steps=steps, micro=2, tied=False)
     first, *_ = train((*words, *more), count=count)
@@ -233,7 +233,7 @@ class EndsSlowly:
 
 
 def train_with(fault: str) -> None:
-    """Be a rank whose command meets a fault in place of training."""
+    """Run as a rank whose command has a fault instead of training."""
     ranks.UNANSWERED = 2
     cli.COMMANDS["train"] = replace(cli.COMMANDS["train"], run=partial(meet, fault))
     sys.exit(cli.main(["train"]))
@@ -253,7 +253,7 @@ def meet(fault: str, *_: Any) -> None:
         ranks.end_if_rank_vanishes(say=print)
         group, values = ranks.group_of(), torch.zeros(1 << 28, dtype=torch.uint8)
         wait = group.begin([(0, values)], []) if rank else group.begin([], [(1, values)])
-        if rank:  # in the middle of the message
+        if rank:  # this rank dies in the middle of the message
             time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
         wait()
@@ -267,7 +267,7 @@ def meet(fault: str, *_: Any) -> None:
         ranks._BEAT = 0.005
         ranks.end_if_rank_vanishes(say=print)
         time.sleep(0.1)
-        ranks._close_all()  # as when the interpreter ends: threads that enter gloo then may abort the process
+        ranks._close_all()  # also runs at the interpreter's end, as threads that enter gloo then may abort the process
         assert not any(thread.name == "ranks" for thread in threading.enumerate())
         with pytest.raises(PeerFailed, match="this rank ends"):
             ranks.wait_for_all()
@@ -318,7 +318,7 @@ def test_a_rank_that_is_lost_ends_the_others(fault: str, tmp_path: Path) -> None
 
 
 def test_a_message_of_another_size_is_not_received(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is an error of the receiver, which gloo alone would not raise, and its tensor stays as it was."""
+    """It is an error of the receiver, which gloo alone would not raise, and its tensor is unchanged."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store = dist.HashStore()
 

@@ -366,7 +366,7 @@ def test_copies_that_a_record_names_stay_if_the_next_one_fails(build: Build, mon
 
 
 def test_state_is_read_ahead_in_the_order_of_the_next_updates(build: Build, read: list[int], monkeypatch: Any) -> None:
-    """That of the first pages, and then in the last backward's order until the slots are full. None is read again."""
+    """State of the first pages is read, then in the last backward's order until the slots are full. None is reread."""
 
     def end_writes(_: PagePipeline, *, writing: Mapping[int, Future] | None = None) -> None:
         together((writing or {}).values()).wait()

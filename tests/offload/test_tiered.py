@@ -43,7 +43,7 @@ from offload_trainer.telemetry.meters import PhaseClock
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
-SUMS = {  # where the gradients are added
+SUMS = {  # places of the gradients' sums
     "in RAM": ["--params", "gpu"],
     "on the device": ["--params", "cpu", "placement.gradients=gpu", "tiered.weight_buffers=2"],
     "on the drive": ALL_ON_DRIVES,

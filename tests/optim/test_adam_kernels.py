@@ -45,7 +45,7 @@ from offload_trainer.plan.tiers import RAM
 ADAMW = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
 MARK = 61440.0  # larger than any weight, and exact in 16 bits
 NOISE, UNIT, FIRST = Noise(1, 2), 3, 4096  # the page begins at element 4096 of its unit
-FORMATS = {format.name: format for format in ADAMW_FORMATS}  # of fp32 masters by the values of optim.moment_dtype
+FORMATS = {format.name: format for format in ADAMW_FORMATS}  # formats with fp32 masters, by optim.moment_dtype
 form = FORMATS.__getitem__
 
 
@@ -191,7 +191,7 @@ def test_a_page_has_the_bits_of_torchs_adamw(number: int, given: torch.dtype, mo
 @pytest.mark.parametrize("given", TYPES)
 @pytest.mark.parametrize("states", FORMATS)
 def test_parts_have_the_bits_of_torchs_kernel_and_other_elements_keep_theirs(states: str, given: torch.dtype) -> None:
-    """So do 8-bit moments, although decoding and encoding would change them."""
+    """8-bit moments keep their bits too, although decoding and encoding would change them."""
     outside = torch.ones(N, dtype=torch.bool)
     for changed in PARTS:
         outside[changed.start : changed.end] = False

@@ -221,7 +221,7 @@ def test_the_number_of_threads_changes_no_bit(shape: tuple[int, int]) -> None:
     # A square random matrix has singular values as small as rounding errors. The last two checks need known ones.
     left, _, right = torch.linalg.svd(torch.randn(shape), full_matrices=False)
     matrix = ((left * torch.linspace(0.1, 1.0, min(shape))) @ right).bfloat16()
-    torch.set_num_threads(3)  # what a new thread would use by default
+    torch.set_num_threads(3)  # the default of a new thread
     results = [orthogonalised(matrix.clone(), Products(threads)) for threads in (1, 2, 5)]
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])

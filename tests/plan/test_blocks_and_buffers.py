@@ -170,7 +170,7 @@ def test_a_unit_that_fits_nowhere_is_named_with_its_bytes() -> None:
     def plan_of(gpu: float, shape: ModelShape) -> Plan:
         return make_plan(wish("--micro-batch", "1", "--seq-len", "64"), shape, machine(gpu=int(gpu * GB)))
 
-    blocks = shape_of("gpt2", n_embd=8192, n_head=64, n_layer=3)  # of 12 x 8192^2 weights, 1.6 GB in bf16
+    blocks = shape_of("gpt2", n_embd=8192, n_head=64, n_layer=3)  # a block has 12 x 8192^2 weights, 1.6 GB in bf16
     words = shape_of("gpt2", n_embd=1024, n_head=16, n_layer=3, vocab_size=10**6)  # an embedding of 2 GB
     for shape, name in ((blocks, "the block transformer.h.0"), (words, "transformer.wte")):
         size = sum(2 * weight.numel for weight in shape.weights if weight.unit == name.split()[-1])

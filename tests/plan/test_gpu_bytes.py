@@ -69,7 +69,7 @@ def planned(config: TrainConfig, source: ModelSource, *, session: bool = False) 
     """Return the planned GPU bytes of a run or a session, without those that no tensor shows."""
     plan = make_plan(config, source.shape, machine(gpu=10**13, ram=10**13), saves=not session)
     unseen = ["CUDA context", "reserve", "allocator", "gradients in flight", "broadcasts"]
-    unseen += ["block inputs"] * config.model.offload_activations  # those in transit
+    unseen += ["block inputs"] * config.model.offload_activations  # inputs in transit
     return sum(item.bytes for item in plan.items if item.tier == "gpu" and item.name not in unseen)
 
 

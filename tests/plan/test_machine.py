@@ -251,7 +251,7 @@ def test_a_rank_that_fails_or_is_killed_ends_the_others(monkeypatch: pytest.Monk
 
 def failing(rank: int, *how: Any) -> None:
     if rank == 1:
-        bench.all_ranks.join = MagicMock(side_effect=OSError("no second rank"))  # in a process of its own
+        bench.all_ranks.join = MagicMock(side_effect=OSError("no second rank"))  # rank 1 has its own process
     bench.run_rank(rank, *how)
 
 

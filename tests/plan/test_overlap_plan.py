@@ -91,7 +91,7 @@ def test_the_forward_does_not_wait_for_the_cpu_where_the_gpu_has_the_state() -> 
         return Overlap(found, parts_of(units, homes), 1, True).hidden()
 
     for share in (0.0, first / 2, first):
-        waits = 0.9 * (first - share + block) / (1 - share)  # for the CPU's part of embeddings and the first block
+        waits = 0.9 * (first - share + block) / (1 - share)  # the CPU's part of embeddings and first block
         assert hidden(share, 0.01) == pytest.approx(0.9 - waits, abs=1e-3)
     assert hidden(0.5, 0.01) == pytest.approx(0.9, abs=0.01)
     assert hidden(first, 0.8) == pytest.approx(0.1)  # the forward waits for the GPU's pages too
@@ -122,7 +122,7 @@ def test_pages_that_buffers_read_during_the_backward_arrive_earlier(pages: int, 
             arrived.append(max(written[page - buffers], arrived[-1]) + 1)
         written.append(max(arrived[page], written[-1] if written else 0) + 1)
     assert arrived[buffers:] == pytest.approx(planned[buffers:])
-    assert max(planned[:buffers]) < 1.0 + 1e-9  # they arrive at once; the last of them is planned a page late
+    assert max(planned[:buffers]) < 1.0 + 1e-9  # they arrive immediately; the last of them is planned a page late
 
 
 def test_only_the_first_micro_batch_hides_the_update_and_shared_resources_do_not_overlap() -> None:
@@ -133,11 +133,11 @@ def test_only_the_first_micro_batch_hides_the_update_and_shared_resources_do_not
         (forecast(2.0, 4.0, drive(1.5), drive(3.0, "forward")), 1, False, 1.5),
         (forecast(2.0, 4.0, drive(1.5), drive(3.0, "forward", "sdb")), 1, False, 2.0),
         (cpu, 1, False, 0.0),
-        (forecast(1.0, 4.0, adamw(1.0), compute(3.0)), 1, False, 0.0),  # and another second, such as copies of weights
+        (forecast(1.0, 4.0, adamw(1.0), compute(3.0)), 1, False, 0.0),  # the fourth second copies weights, for example
         (cpu, 1, True, 1.0),
     ):
         assert Overlap(found, parts, micro_batches, gpu).hidden() == pytest.approx(hidden, rel=0.01)
-    for lost, hidden in ((0.0, 1.0), (2.0, 1.0), (3.5, 0.5), (5.0, 0.0)):  # of computation, to the drives of an update
+    for lost, hidden in ((0.0, 1.0), (2.0, 1.0), (3.5, 0.5), (5.0, 0.0)):  # computation lost to an update's drives
         found = forecast(4.0, 1.0, drive(4.0, lost=lost), compute(1.0))
         assert Overlap(found, parts).hidden() == pytest.approx(hidden, abs=0.02)
     found = forecast(4.0, 1.0, drive(4.0), drive(0.6, "backward"))  # pages are read while the drive is idle
@@ -207,8 +207,8 @@ OVERLAPS: list[tuple[tuple[float, *tuple[Bound, ...]], EarlyPages, dict[str, Any
     ((4.0, replace(DRIVE, lost=1.0), COMPUTE), EarlyPages(on_drives=1.0, last=0.5), {}, 4 / 3, 1.0),
     ((0.5, replace(LITTLE, lost=0.3), COMPUTE), ON_DRIVES, {}, None, 0.2),
     ((0.5, replace(LITTLE, lost=0.3), COMPUTE), ON_DRIVES, {"gpu": True}, None, 0.5),
-    # A GPU computes the model: pages with shadow memory take seconds of a free CPU. Copying the old bytes takes time in
-    # which no page is updated; adding gradients takes half of the memory's bandwidth.
+    # A GPU computes the model: pages with shadow memory take seconds of a free CPU. No page is updated while the old
+    # bytes are copied; adding gradients takes half of the memory's bandwidth.
     *(((0.8, replace(ADAMW, seconds=0.8), COMPUTE), EarlyPages(0.0, in_ram=share), {"gpu": True}, *(2 * [0.8 * share]))
       for share in (0.0, 0.25, 0.5, 1.0)),
     ((3.0, replace(ADAMW, seconds=3.0), COMPUTE), IN_RAM, {"gpu": True}, 1.0, None),
@@ -241,7 +241,7 @@ def test_pages_in_memory_and_all_that_is_complete_last_are_left_to_the_time_afte
         (away, 1.8, 0.6, [], [0.6, 0.6]),
         (away, 0.5, 1.5, [], [1.5, 0.75]),
         (early, 1.9, 0.2, [], [0.2, 0.2]),  # 0.2 of the pages in RAM wait
-        (early, 1.9, 0.5, [adamw(0.5, "adamw_gpu")], [0.5, 0.25, 0.5]),  # and all on the GPU
+        (early, 1.9, 0.5, [adamw(0.5, "adamw_gpu")], [0.5, 0.25, 0.5]),  # all pages on the GPU wait too
     ):
         left = Overlap(forecast(2.0, 1.0, drive(2.0), adamw(1.0), *more), ()).left_after(done, pages).found
         assert left.seconds["update"] == pytest.approx(update)
@@ -405,7 +405,7 @@ def test_from_that_many_tokens_on_the_update_is_a_tenth(way: str) -> None:
 
 
 def test_malloc_keeps_freed_memory_where_ram_has_room_for_its_holes() -> None:
-    """It is returned for long rows, beside a GPU, with several ranks and in a session."""
+    """It is returned for long rows, with a GPU, with several ranks and in a session."""
     for share in ((), ("--ram-fraction", "0.5")):
         words = (*share, "--seq-len", "128", "--params", "gpu")
         roomy = planned(*words, on=machine())

@@ -302,7 +302,7 @@ def test_deepspeed_configurations_are_the_golden_ones() -> None:
 
 
 def test_sums_of_several_micro_batches_are_on_the_gpu_if_they_fit() -> None:
-    """In RAM each micro-batch after the first reads and writes 4 bytes of sum and reads 2 of gradient."""
+    """Each micro-batch after the first reads and writes 4 bytes of a sum in RAM and reads 2 of gradient."""
     shape, words = SHAPES["gpt2-xl"], ("--gpu-fraction", "0", "--accumulate", "4", "--micro-batch", "1")
     trained = sum(unit.trained for unit in units_of(shape))
     here = replace(machine(gpu=24 * GB), rates=Rates(memory=Rate(100e9, "measured", "here")))
@@ -552,7 +552,7 @@ def test_choices_that_change_bits_are_kept_unless_the_user_chooses() -> None:
         assert resumed(count) == count
         assert resumed(count, on_gpu=False) == "auto"
     assert resumed("on", "model.activation_checkpointing=1") == 1
-    assert resumed(1, "parallel.pipeline=2") == "auto"  # whose blocks are all checkpointed
+    assert resumed(1, "parallel.pipeline=2") == "auto"  # a pipeline checkpoints all blocks
     # Nothing could be offloaded with the number of the run before.
     assert resumed("off", "model.offload_activations=true") == "auto"
 

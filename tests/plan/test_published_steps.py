@@ -86,7 +86,7 @@ def with_waits(plan: Plan, machine: MachineProfile) -> float:
 
 @pytest.mark.parametrize(("rows", "of_published"), [(8, 0.79), (16, 0.93), (32, 1.04)])
 def test_a_published_step_of_stock_deepspeed(rows: int, of_published: float) -> None:
-    """With transformers' layers and without the waits, as users get it, differences cancel with 16 and 32 rows."""
+    """Users' plans assume transformers' layers and no waits: these two differences cancel at 16 and 32 rows."""
     machine = with_fused_layers(ONE_4090)
     plan = plan_of(*STOCK, rows=rows, machine=machine)
     assert with_waits(plan, machine) == pytest.approx(PUBLISHED[rows], rel=0.04)
@@ -180,7 +180,7 @@ def test_computation_is_lost_to_drives_that_work_at_the_same_time() -> None:
 def test_compute_counts_the_recomputation() -> None:
     """Checkpointing repeats the blocks, and a loss in more than one chunk repeats the head."""
     shape = SHAPES["gpt2"]
-    copying = (2 + 2 * 2) * shape.trainable / timed().rates.memory.value  # of each gradient to its sum
+    copying = (2 + 2 * 2) * shape.trainable / timed().rates.memory.value  # each gradient is copied to its sum
     forward = {"blocks": shape.block_flops(seq_len=1024), "head": shape.head_flops()}
     assert forward["head"] == 2 * 50304 * 768
     for checkpointed, chunk, again in (
@@ -276,7 +276,7 @@ def test_the_gpu_updates_its_share_while_the_cpu_updates_the_rest() -> None:
 
 @pytest.mark.parametrize(("matmul", "added"), [(1e12, False), (1e18, True)])
 def test_gradients_are_added_on_the_gpu_unless_state_there_saves_more(matmul: float, added: bool) -> None:
-    """With slow products, additions in RAM keep nothing waiting, and the room is for state that the GPU updates."""
+    """Slow products hide additions in RAM, so the GPU's memory holds state that the GPU updates instead."""
     here = replace(timed(matmul=matmul, update=1e7), gpu="V100", gpu_bytes=40 * GB, ram_bytes=200 * GB)
     copies = {way: rate(1e12) for way in ("to_device", "from_device", "both_ways")}
     updates = here.rates.update | {"cuda": rate(1e10)}
@@ -308,7 +308,7 @@ def test_drives_share_the_state_by_their_measured_speeds_and_a_disk_its_speed() 
 
 
 def test_the_update_uses_the_rate_of_its_moment_format() -> None:
-    """Where only fp32 moments were timed, a fraction of that rate is used."""
+    """A fraction of the rate of fp32 moments is used where only those were timed."""
     shape = SHAPES["gpt2"]
     rates = {"native": rate(1e9), "native.bf16": rate(5e8), "torch": rate(1e8), "torch.8bit": rate(1e6)}
     machine = replace(timed(), rates=replace(timed().rates, update=rates))

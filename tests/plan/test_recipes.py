@@ -44,8 +44,8 @@ assert len(ROWS) >= 8
 TINY = {"vocab_size": 2048, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
 TINY |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4}
 TINY |= {"num_experts_per_tok": 2}
-# One of each kind: fp16, offloaded inputs of blocks, conversations with 8-bit moments, and these with experts. The test
-# of the README trains `tiny`.
+# One of each kind: fp16, offloaded inputs of blocks, conversations with 8-bit moments, and these with experts. The
+# README's test trains `tiny`.
 TRAINED = ["gpt2-10b-v100-32gb", "long-rows", "llama-8b-rtx4090-64gb", "qwen3-30b-a3b-a100-80gb"]
 
 
@@ -112,7 +112,7 @@ def test_rows_of_the_scaling_table(words: str, cells: str, tmp_path: Path, capsy
     found = json.loads(capsys.readouterr().out)
 
     def told(name: str) -> str:
-        """Return the seconds of the fastest mode with that name, or why there is none."""
+        """Return the seconds of the fastest mode with that name, or why no mode has any."""
         modes = [mode for mode in found["modes"] if mode["name"].startswith(name)]
         if not modes:
             return "refused"

@@ -397,7 +397,7 @@ def test_runs_say_whether_they_can_resume(tmp_path: Path) -> None:
     evaluation = EvalRecord(step=3, validation_loss=2.25, perplexity=None).to_json() + "\n"
     weights, ended = ({f"checkpoints/step-0000000{step}/MANIFEST.json": "{}"} for step in (2, 9))
     saved = weights | {"checkpoints/step-00000002/engine.json": "{}"}
-    # Files of runs that have made three of nine steps, in a folder that has only the directory `nothing`; what is told.
+    # Files of runs that have made three of nine steps, in a folder that has only the directory `nothing`; what is said.
     runs: list[tuple[dict[str, str], str]] = [
         (saved, "resumes from step 2"),
         ({}, "no checkpoint: starts from step 0"),

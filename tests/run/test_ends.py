@@ -107,7 +107,7 @@ def test_a_run_without_checkpoints_is_done_once(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
-    """Repeating it with another setting, or resuming from it elsewhere, writes nothing, and says how to go on."""
+    """Repeating it with another setting, or resuming from it elsewhere, writes nothing, and says how to continue."""
     output, other = tmp_path / "out", tmp_path / "other"
     words = [*SAVING, "--lr", "0.01"]
     call(*words, output=output)

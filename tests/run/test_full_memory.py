@@ -1,4 +1,4 @@
-"""Tests of memory that is full: a run on an emulated GPU goes on with the same bits; in a cgroup plans are right."""
+"""Tests of memory that is full: a run on an emulated GPU continues with the same bits; in a cgroup plans are right."""
 
 import gc
 import json
@@ -55,7 +55,7 @@ def run(
 
     def build(*setup: Any, **more: Any) -> Engine:
         # On a CPU a backward that failed leaves nodes in this thread's queue, and one of older nodes drops them. A GPU
-        # has a thread of autograd's, which drops them at once.
+        # has a thread of autograd's, which drops them immediately.
         old.backward(retain_graph=True)
         gc.collect()
         assert not [engine for engine in engines if engine()], "the engine of the failed attempt keeps its memory"
@@ -76,7 +76,7 @@ def run(
         return gpu.allocations
 
 
-HALF = 1_006_000_000  # of the GPU, where half of the state fits
+HALF = 1_006_000_000  # bytes of a GPU on which half of the state fits
 CASES = {
     "on the GPU": (GPU_BYTES, SAVED),
     "updated during the backward": (HALF, [*SAVED, "--ram-fraction", "0", "tiered.overlap=backward"]),

@@ -157,7 +157,7 @@ def test_state_is_the_trainers_bit_for_bit(source: tuple[Trainer, Path, list], t
     optim = json.loads((done.checkpoint / "run.json").read_text())["config"]["optim"]
     assert optim["moment_dtype"] == optim["master_dtype"] == "fp32"
     trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    state = trainer.optimizer.state  # by the parameters' identity
+    state = trainer.optimizer.state  # its keys are the parameters themselves
     expected = {kind: {name: state[p][kind] for name, p in trained.items()} for kind in ("exp_avg", "exp_avg_sq")}
     expected["master"] = {name: p.detach() for name, p in trained.items()}
     assert_same_state(state_of(done.checkpoint), expected)
@@ -200,7 +200,7 @@ def test_the_command_resumes_from_an_import(source: tuple[Trainer, Path, list], 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant_with_warmup"])
 def test_the_next_rates_are_the_trainers(kind: str, tmp_path: Path) -> None:
-    """With the words that the command prints, steps 3 to 6 have the rates that the Trainer has logged for them."""
+    """Runs with the words that the command prints have the rates that the Trainer logged for the same steps."""
     words = {"lr_scheduler_type": kind, "warmup_steps": 2, "logging_steps": 1, "save_steps": 1}
     trainer = trained(tmp_path, "qwen3", frozen=[], tied=False, **words)
     logged = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
@@ -302,7 +302,7 @@ def test_an_import_holds_a_few_weights(write: Callable[[Path, State], None], tmp
     assert limit < whole / 3
 
     def weighed() -> None:
-        ctypes.CDLL(None).malloc_trim(0)  # what is free in this process must not hide what the import takes
+        ctypes.CDLL(None).malloc_trim(0)  # memory that this process has free must not hide what the import takes
         peak = watched_memory()
         before = peak()
         imported(source, tmp_path / "run", "--model", str(folder))
@@ -314,7 +314,7 @@ def test_an_import_holds_a_few_weights(write: Callable[[Path, State], None], tmp
 
 # -- checkpoints of FSDP2 ----------------------------------------------------------------------------------------------
 
-BEFORE, AFTER = 3, 3  # steps before the checkpoint, and compared with those of the run that goes on from its import
+BEFORE, AFTER = 3, 3  # steps before the checkpoint, and compared with those of the run that resumes from its import
 
 
 def write_checkpoint(directory: Path, model: Any, adam: Any, scheduler: Any, kind: str) -> None:

@@ -47,7 +47,7 @@ def test_the_first_failed_rank_is_reported() -> None:
 
 
 def test_a_launcher_that_was_stopped_beyond_its_timeout_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then Python's sigtimedwait returns memory that nobody has set."""
+    """Then Python's sigtimedwait returns uninitialised memory."""
     monkeypatch.setattr(signal, "sigtimedwait", lambda *_: SimpleNamespace(si_signo=-(2**20)))
     rank = Mock(poll=lambda: 0)
     assert launcher.wait_for({0: rank}, {signal.SIGCHLD}) == ({}, 0)
@@ -175,7 +175,7 @@ def test_a_rank_without_a_launcher_ends() -> None:
     def work() -> int:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", launcher.LAUNCHER: str(os.getpid())}
         if os.fork():
-            return 0  # and the rank below has no launcher
+            return 0  # this process was the launcher of the rank below
         launcher._LOOK = 0.02
         time.sleep = lambda seconds: heard.wait() if seconds == launcher._GRACE else sleep(seconds)
         signal.signal(signal.SIGTERM, lambda *_: (os.write(writer, b"told to end\n"), heard.set()))
@@ -186,7 +186,7 @@ def test_a_rank_without_a_launcher_ends() -> None:
     assert in_a_fork(work) == 0
     os.close(writer)
     with open(reader) as file:
-        told = file.read()  # until SIGKILL closes the pipe
+        told = file.read()  # returns when SIGKILL closes the pipe
     assert "the launcher of the ranks (process" in told
     assert "told to end" in told
 
@@ -247,7 +247,7 @@ def test_another_program_and_other_data_are_named(monkeypatch: pytest.MonkeyPatc
 # -- several nodes, here processes numbered as torchrun does -----------------------------------------------------------
 
 NODES = 2
-TWO = ["--accumulate", "2"]  # of two ranks, in steps of four micro-batches
+TWO = ["--accumulate", "2"]  # two ranks make steps of four micro-batches
 # A program of Python that runs another one in the network namespace that its first word names.
 INSIDE = "import os, sys; os.execvp('ip', ['ip', 'netns', 'exec', sys.argv[1], sys.executable, *sys.argv[2:]])"
 
@@ -400,7 +400,7 @@ def test_a_run_directory_that_others_do_not_see(tmp_path: Path, monkeypatch: pyt
         checks._read_token(tmp_path / ".seen-0123")
 
 
-# -- torchrun's restarts: killed ranks resume the run, and a run that is told to stop ends -----------------------------
+# -- torchrun's restarts: killed ranks resume the run, and a run that is asked to stop ends ----------------------------
 
 
 ON_DRIVE = [*TINY, "--engine", "tiered", "--optimizer", "nvme", "--steps", 20, "--save-every", 3, "train.eval_every=0"]

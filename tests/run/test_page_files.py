@@ -141,7 +141,7 @@ def test_the_newer_of_page_files_and_checkpoint(drive: Path, tmp_path: Path, alo
     named = said_before(*words, "--resume", checkpoint, output=tmp_path / "run")
     assert named == "the same command without --resume resumes from the checkpoint step-00000006"
     run = call(*words, "--steps", 7, output=tmp_path / "run")
-    assert gone_on(run) is None  # from the checkpoint, although there are page files of step 5
+    assert gone_on(run) is None  # it resumed from the checkpoint, although there are page files of step 5
     assert "step-00000006, step 6" in run.text
     assert results(run.output)["metrics"][:6] == alone["metrics"]
 
@@ -222,7 +222,7 @@ def test_a_start_that_cannot_use_them_is_refused(drive: Path, tmp_path: Path, al
     state, record = whole["state"], whole["record"]
     half = len(record) // 2
     numbers = [int.from_bytes(record[start : start + 8], "little") for start in (0, half)]
-    at = numbers.index(max(numbers)) * half + 60  # in the newest slot
+    at = numbers.index(max(numbers)) * half + 60  # a byte of the newest slot
     older = f"of step {step - 1}, newer .*of another step"
     for name, content, why, resumes in (
         ("state", state[::-1], "state: page 0, .* of another step or run", True),

@@ -264,7 +264,7 @@ def position(run: Run) -> int:
 
 @pytest.mark.slow
 def test_epochs_make_the_steps_that_visit_the_rows(tmp_path: Path, drive: Path) -> None:
-    """No fewer steps visit all rows, also when the run goes on; one that resumes from page files ends at the same."""
+    """No fewer steps visit all rows, also when the run continues; one that resumes from page files ends at the same."""
     text = "it was the best of times, it was the worst of times, and it was an age of small rows. " * 60
     (tmp_path / "text.txt").write_text(text)
     words = [*TINY, "--micro-batch", "3", "--accumulate", "2", "train.eval_every=0", "--save-every", "2"]

@@ -242,7 +242,7 @@ def test_starts_and_plans_leave_what_is_there(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # for one that waits for the writer of a pipe
+@pytest.mark.timeout(300)  # ends a reader that waits for the writer of a pipe
 def test_a_pipe_does_not_block(tmp_path: Path) -> None:
     readers: list[tuple[str, Callable[[Path], Any]]] = [
         ("metrics.jsonl", read_metrics),

@@ -65,7 +65,7 @@ def test_a_signal_while_a_line_is_printed(
 @pytest.mark.slow
 @pytest.mark.parametrize("number", STOPPING[1:])
 def test_a_second_signal_ends_immediately_and_a_third_kills(number: signal.Signals) -> None:
-    """Unless it comes so soon that a launcher has passed the first one on."""
+    """A second signal soon after the first counts as the same request, which a launcher has passed on."""
     with waiting(say=None, same_within=600) as asked:
         send(number, times=2)
         assert asked.stop == number
@@ -305,7 +305,7 @@ def test_what_is_left_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
     left = loop.TimeToSave(step=None, save=4.0)
     left.begin("step", "validation", "save")
-    assert left.seconds is None  # nobody knows the seconds of a first step
+    assert left.seconds is None  # the seconds of a first step are unknown
     now[0] = 10.0
     left.begin("validation", "save")
     now[0] = 13.0

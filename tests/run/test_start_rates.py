@@ -67,7 +67,7 @@ def test_a_long_run_on_a_drive_measures_what_its_plan_lacks(
     assert not cache_file().exists()
     machine = machine_rates.rates_at_start(before, say=messages.append)
     assert [line.partition(" ")[0] for line in messages] == ["measured"]
-    assert step_time.RATE not in machine.rates.layers  # of Muon
+    assert step_time.RATE not in machine.rates.layers  # Muon's rate
     assert not list((drive / "offload-trainer").glob("run-*"))
     after = plan_run(before.config, again=replace(before, machine=machine))
     assert all(bound.seconds is not None for bound in after.plan.forecast.bounds)
@@ -161,7 +161,7 @@ def two_ranks(drive: Path, output: Path, fault: str) -> list[Run]:
 
 @pytest.mark.slow
 def test_two_ranks_measure_once(cache: Path, drive: Path, tmp_path: Path) -> None:
-    """Rank 0 measures before the plan is printed, and both ranks go on with it; the next start takes cached rates."""
+    """Rank 0 measures before the plan is printed, and both ranks use it; the next start takes cached rates."""
     told = [tmp_path / "plan-0", tmp_path / "plan-1"]
     plans = ";".join(f"{rank}:plan~{path}@setup" for rank, path in enumerate(told))
     runs = two_ranks(drive, tmp_path / "first", f"0:TERM@step=1;1:kill@measure;{plans}")

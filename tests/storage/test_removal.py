@@ -32,7 +32,7 @@ RECURSIVE = {"rmtree", "removedirs", "rmdir", "move", "renames", "TemporaryDirec
 SINGLE = {"unlink", "rename", "replace", "remove", "truncate", "ftruncate"}
 SINGLE_FILES = {  # the calls of each module, and what they concern
     "data/tokenfile.py": {"unlink", "replace"},  # our temporary, a sidecar of other content; a finished token file
-    "engine/deepspeed.py": {"unlink"},  # torch's build lock, behind which nobody works
+    "engine/deepspeed.py": {"unlink"},  # torch's build lock when no build runs
     "run/export.py": {"unlink"},  # the buffers' file in our workplace
     "hf.py": {"unlink", "replace"},  # weights of an earlier save, and of this one, where the Trainer saves
     "storage/retention.py": {"rename"},  # a checkpoint of ours is moved into a scratch directory, which is removed

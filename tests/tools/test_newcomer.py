@@ -85,7 +85,7 @@ def killed(command: str, folder: Path, there: dict[str, str]) -> None:
 
 
 def test_each_command_of_the_quickstart_works(wheel: Path, tmp_path: Path) -> None:
-    """From a wheel: the demo without a network, and in an empty directory all others."""
+    """An installed wheel runs the demo without a network, and all other commands in an empty directory."""
     fresh, folder = fresh_environment(tmp_path / "fresh"), tmp_path / "work"
     folder.mkdir()
     (folder / "mine.txt").write_text("It was the best of times, it was the worst of times.\n" * 1500)

@@ -76,7 +76,7 @@ _PATTERN = 1 << 18  # elements of typical masters and gradients, which are repea
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """The sizes of the layer whose computation is timed."""
+    """The sizes of the layer whose computation is timed: those of no model, since plans of all models use the rates."""
 
     matrix: tuple[int, int, int]  # (tokens, inputs, outputs) of a linear layer
     tokens: int  # length of a row, which attention depends on

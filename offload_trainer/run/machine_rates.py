@@ -17,14 +17,13 @@ from offload_trainer.common.units import format_bytes, format_count
 from offload_trainer.config import TrainConfig
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.machine import bench
-from offload_trainer.machine.bench import Budget, LayerSizes
+from offload_trainer.machine.bench import Budget
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.machine.rate_cache import keep_rates, refuse_unwritable, threads_of_all_ranks
 from offload_trainer.optim import cpu_units
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.tiered.state_formats import ADAMW, ADAMW_FORMATS
-from offload_trainer.plan.workload import Workload
 from offload_trainer.ranks import all_gather_json, from_rank_zero, place_here
 from offload_trainer.run.planning import Planned
 from offload_trainer.storage.owned_dirs import reason
@@ -32,10 +31,6 @@ from offload_trainer.storage.tensorfile import DTYPES
 
 _WORTH_BYTES = 64 * 10**9  # bytes that a run moves between tiers from which on measuring pays: about a minute of I/O
 _WORTH_FLOPS = 2e16  # a GPU's products of weights in a run from which on measuring pays: about a minute of an H100
-# Limits on rows and sides of the timed products at a start. A CPU's rate no longer depends on them from there on, and
-# larger ones would take it seconds each.
-_ON_GPU, _ON_CPU = (8192, 8192), (256, 2048)
-_LAYER_ON_CPU = 1024  # limit on the length and the width of the timed attention on a CPU
 _SESSION_STEPS = 10  # steps that a session is assumed to make
 
 
@@ -169,7 +164,7 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
         update_page=config.tiered.page_size,
         copy_seconds=0.05,  # placement, order of micro-batches
     )
-    layer, state = _layer_of(planned.plan.work, gpu=machine.gpu is not None), planned.plan.work.state
+    state = planned.plan.work.state
     choose_kernel(config.optim.kernel)  # UserError for one that was asked for and cannot be had
     updates = bench.timed_updates([config.optim.kernel], [replace(state, rule=ADAMW)], say=lambda _: None)
     start = time.perf_counter()
@@ -184,7 +179,6 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
                 matrices=state.rule.matrices,
                 budget=budget,
                 say=lambda _: None,
-                layer=layer,
             )
     except TrainerError as error:
         say(
@@ -201,18 +195,3 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
     say(f"measured this machine in {time.perf_counter() - start:.0f} s: {'; '.join(told)}")
     _keep(timed, say=say)
     return timed
-
-
-def _layer_of(work: Workload, *, gpu: bool) -> LayerSizes:
-    """Return the sizes of the model's largest matrix product, and of its attention, in one micro-batch."""
-    shape = work.shape
-    inside = [weight for weight in shape.weights if weight.block and len(weight.shape) > 1] or list(shape.weights)
-    largest = max(inside, key=lambda weight: weight.numel)
-    inner, outer = sorted(largest.shape[-2:]) if len(largest.shape) > 1 else (shape.hidden, shape.hidden)
-    rows, side = _ON_GPU if gpu else _ON_CPU
-    of_layer = side if gpu else _LAYER_ON_CPU
-    return LayerSizes(
-        (min(work.micro_batch * work.seq_len, rows), min(inner, side), min(outer, side)),
-        tokens=min(work.seq_len, of_layer),
-        width=min(shape.hidden, of_layer),
-    )

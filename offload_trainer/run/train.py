@@ -277,10 +277,8 @@ def _train_to_end(setup: Setup, job: Job, *, begins: TrainState | None, checkpoi
             elif saved:
                 told += ", everything saved; the same command resumes from there"
             else:
-                told += (
-                    "; only the weights could be saved, so the moments are lost: to train the weights on, export them "
-                )
-                told += f"({words}) and give that as --model with another --output"
+                told += f"; only the weights could be saved. To train them on without moments, export them ({words}) "
+                told += "and give that as --model with another --output"
             raise (Interrupted if log.loud else PeerFailed)(told, code=128 + asked.stop)
         log.say(f"done: {steps} steps; {output}; export the model with: {words} --dtype bf16")
 

@@ -109,7 +109,6 @@ UNSAFE = re.compile(
 JSON = {
     "data.documents": "users' own text, a line at a time",
     "data.tokenizer": "what a tokenizer in memory says of itself",
-    "run.export": "a record in memory, as it would be read back",
     "model.loader": "a configuration in memory, as transformers writes it",
     "hf": "whether the Trainer's own state was written to its end",
     "storage.tensorfile": "a header that the safetensors library has checked",

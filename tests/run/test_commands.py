@@ -424,7 +424,7 @@ def test_runs_say_whether_they_can_resume(tmp_path: Path) -> None:
     assert head.split() == ["run", "step", "loss", "validation"]
     assert first.split()[1:] == ["3/9", "2.5000", "-", "resumes", "from", "step", "2"]
     assert "3/?" in rest[2]
-    assert runs_in(tmp_path / "8") == found[-1:]
+    assert runs_in(tmp_path / "7") == found[-1:]
     with pytest.raises(UserError, match="holds no run"):
         runs_in(tmp_path / "nothing")
 

@@ -236,7 +236,7 @@ class SaveSection(_Section):
     output: str = "runs/default"
     """run directory: logs, metrics, checkpoints"""
     every: Count | Auto = "auto"
-    """steps between checkpoints; 0: only on request; auto: a tenth of the steps"""
+    """steps between checkpoints; 0: on request, and the weights alone at the end; auto: a tenth of the steps"""
     keep: PositiveInt = 2
     """how many of the newest checkpoints are kept"""
     resume: str = "auto"

@@ -68,7 +68,7 @@ class Files:
     use: Callable[[], object]
     others: Mapping[str, Sequence[bytes]] = field(default_factory=dict)  # the same file of other runs and steps
     summed: Sequence[str] = ()  # files with checksums: any change must be noticed
-    right: Callable[[Any], bool] = lambda result: True  # checks the result of `use`
+    right: Callable[[Any], bool] = lambda result: True  # True if `use` may return this result
     manifest: str = ""  # holds the checksums of `summed`, which a damage may update
     links: bool = False  # links are followed, since these files belong to the user
 

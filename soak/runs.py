@@ -45,8 +45,8 @@ class Run:
     def send(self, number: int, *, choose: Callable[[list[int]], int]) -> bool:
         """Send a signal to one process; return False if the command has ended.
 
-        `choose` gets the pids of the launcher and of its ranks. The launcher is suspended meanwhile, so that it
-        starts no further rank.
+        `choose` gets the pids of the launcher and of its ranks. The launcher is suspended meanwhile, so that no
+        rank starts that `_family` lacks, for which `wait` would not wait.
         """
         launcher = self._family[0]
         try:

@@ -224,7 +224,7 @@ class DeepSpeedEngine:
             if weights
         ]
         settings: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
-        optimizer: torch.optim.Optimizer | None = None  # None: DeepSpeed creates it from `words`
+        optimizer: torch.optim.Optimizer | None = None  # None: DeepSpeed creates it, for state off the accelerator
         if "optimizer" not in words and optim.moment_dtype == "8bit":
             with importing("bitsandbytes", feature="optim.moment_dtype=8bit with --engine deepspeed"):
                 import bitsandbytes

@@ -168,7 +168,8 @@ class DeepSpeedCandidate:
         self._trained = -(-self._held_trained * work.here // work.data)  # parameters with their state on a node
         self._largest = max((count for count, trained in held if trained), default=0)
         self._bucket = min(self.sizes.reduce_bucket, self._held_trained)
-        self._gathered = min(shape.parameters, self.sizes.max_live + self.sizes.prefetch_bucket)  # elements, for ZeRO-3
+        # Elements that ZeRO-3 gathers at a time.
+        self._gathered = min(shape.parameters, self.sizes.max_live + self.sizes.prefetch_bucket)
         # Bytes of the gradient sums over a rank's micro-batches.
         self._sums = 4 if work.accumulate > 1 else work.item_bytes
         sent = gathered(shape, self.sizes) if placement.stage == 3 else {}

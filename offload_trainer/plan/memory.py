@@ -91,7 +91,7 @@ def activation_items(
 
 
 def saved_items(work: Workload, *, output: str) -> list[Item]:
-    """Return the item for checkpoints on the output's drive, or for the weights if the run makes no others."""
+    """Return the item for checkpoints on the output's drive, or for the last weights if `save.every` is 0."""
     if work.checkpoints is None:
         return []
     if work.checkpoints == 0:

@@ -539,7 +539,7 @@ class Overlap:
         before = sum(part.update for part in self.parts[:first])
         waiting = max(early.last * update, before * self._longest("update", "adamw"))
         share = min(1.0, waiting / left) if left else 0.0
-        scales = share / (before or 1.0), (1 - share) / (1 - before or 1.0)  # factors before the blocks, for the others
+        scales = share / (before or 1.0), (1 - share) / (1 - before or 1.0)  # units before the blocks, other units
         parts = [replace(one, update=one.update * scales[number >= first]) for number, one in enumerate(self.parts)]
         return replace(self, found=after, parts=parts)
 

@@ -72,7 +72,7 @@ class Job:
     checkpoints: Checkpoints
     to_save: TimeToSave
     cannot_save: str | None  # why this run cannot write exact checkpoints; None: it can
-    save_every: int  # steps between checkpoints; 0: only on request
+    save_every: int  # steps between checkpoints; 0: on request, and weights alone at the end
     save_request_file: Path  # creating this file requests a checkpoint
     flops_per_step: float  # forward and backward, all ranks
     peak_flops: float | None  # FLOP/s of matrix products measured on this machine, all ranks; None: not measured
@@ -169,7 +169,7 @@ def _save_if_due(job: Job, state: TrainState, *, stopping: bool, wished: bool, e
         except TrainerError as error:
             if not stopping or job.save_every:
                 raise
-            job.say(f"no checkpoint was made: {error}")  # the caller then exports the weights only
+            job.say(f"no checkpoint was made: {error}")  # the caller then saves the weights alone
     elif ended:
         job.checkpoints.synchronize()
 

@@ -219,7 +219,7 @@ def with_what_fits(found: Planned, config: TrainConfig, *, here: bool, resumes: 
             return contradicts
         return False
 
-    # All together, with the shorter of two row lengths. Smaller micro-batches and drives may need more of other memory.
+    # All together, with the shorter of two row lengths. Smaller micro-batches, or a drive, may need more other memory.
     together = {words.split()[0]: words for words in moves}
     without = ((), ("--micro-batch",), ("--nvme",), ("--micro-batch", "--nvme"))
     most = (" ".join(words for name, words in together.items() if name not in left) for left in without)

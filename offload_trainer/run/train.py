@@ -1,4 +1,4 @@
-"""A training run from configuration to report: probe, plan, check, resume, build, train, export, report.
+"""A training run from configuration to report: probe, plan, check, resume, build, train, save, report.
 
 Edit this module to change the order of these steps. Nothing is written before the plan has passed all checks.
 """

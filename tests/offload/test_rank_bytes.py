@@ -61,7 +61,7 @@ def within(name: str, context: Callable[[], AbstractContextManager[Any]]) -> Non
 
 
 def count_exchanges(cases: Sequence[Case]) -> list[Result]:
-    """Train the cases; count the bytes that this rank exchanges with the others, and their barriers."""
+    """Train the cases; count the bytes that this rank exchanges with the others, its barriers and its gathers."""
     sending = []  # not empty while the exchanged bytes are gradients rather than parts of norms
 
     @contextmanager

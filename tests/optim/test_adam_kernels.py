@@ -45,7 +45,7 @@ from offload_trainer.plan.tiers import RAM
 ADAMW = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
 MARK = 61440.0  # larger than any weight, and exact in 16 bits
 NOISE, UNIT, FIRST = Noise(1, 2), 3, 4096  # the page begins at element 4096 of its unit
-FORMATS = {format.name: format for format in ADAMW_FORMATS}  # formats with fp32 masters, by optim.moment_dtype
+FORMATS = {format.name: format for format in ADAMW_FORMATS}  # by name: with fp32 masters a value of optim.moment_dtype
 form = FORMATS.__getitem__
 
 

@@ -65,7 +65,7 @@ def test_a_signal_while_a_line_is_printed(
 @pytest.mark.slow
 @pytest.mark.parametrize("number", STOPPING[1:])
 def test_a_second_signal_ends_immediately_and_a_third_kills(number: signal.Signals) -> None:
-    """A second signal soon after the first counts as the same request, which a launcher has passed on."""
+    """One within `same_within` counts as the first: systemd signals a launcher, which passes it on, and its ranks."""
     with waiting(say=None, same_within=600) as asked:
         send(number, times=2)
         assert asked.stop == number

@@ -108,7 +108,7 @@ def test_runs_that_start_at_once(cache: Path, drive: Path, tmp_path: Path, monke
 def test_the_layer_that_is_timed_is_that_of_no_model(
     cache: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plans of all models use the rates: attention over 128 tokens is five times slower than over 1,024."""
+    """Plans of all models use the rates: attention over 128 tokens has a fifth of the rate of that over 1,024."""
     timing = MagicMock(side_effect=TrainerError("not timed"))
     monkeypatch.setattr(bench, "bench_machine", timing)
     machine_rates.rates_at_start(planned(drive, tmp_path / "run", *MANY), say=lambda _: None)

@@ -239,7 +239,8 @@ def tiered_traffic(work: Workload, homes: TierMap, sizes: spec.TierSizes, machin
     sizes_of = [(unit.index, place.weight.numel) for unit in outside for place in unit.places if place.weight.trainable]
     given = sum(numel * (g if unit in once else e * micro) for unit, numel in sizes_of)
     moved[DEVICE, "backward", "written"] += given // work.pipeline
-    cuts = sum(one != other for one, other in pairwise(work.owners))  # hidden states are copied out and in there
+    # Between owners, hidden states (in the backward, their gradients) are copied out and in.
+    cuts = sum(one != other for one, other in pairwise(work.owners))
     for phase in ("forward", "backward") if cuts else ():
         for way in ("read", "written"):
             moved[DEVICE, phase, way] += cuts * micro * work.hidden_bytes // work.pipeline

@@ -73,7 +73,8 @@ class Layouts:
         """
         units, speeds, ahead = self.units, sizes.speeds, sizes.ahead
         cut = self._pages(page=sizes.page, shares=tuple(sizes.shares.items()), speeds=speeds, ahead=ahead)
-        drive, held = dict[int, int](), [0.0] * len(speeds)  # unit -> drive for weights and gradients; `speeds` decide
+        # Unit -> drive of its weights and gradients, and the bytes on each drive, in proportion to `speeds`.
+        drive, held = dict[int, int](), [0.0] * len(speeds)
         for unit in (unit for unit in units if speeds and not unit.small):
             size = unit.stored_bytes(item_bytes=2)
             after = [(here + size) / speed for here, speed in zip(held, speeds, strict=True)]

@@ -2,8 +2,8 @@
 
 MANIFEST.json is written last, and has the format, step, run identity, and size and CRC-32 of every file. The others are
 state.json (TrainState), *.safetensors (master weights and moments by name, optim/state_files.py), engine.json, run.json
-(configuration, plan, versions), model/ (configuration, tokenizer), and from a Session resident/. A checkpoint of weights
-alone (save.every=0) has no moments and no engine.json. The directory is written under a hidden name and renamed, in a
+(configuration, plan, versions), model/ (configuration, tokenizer), and from a Session resident/. One of weights alone
+(save.every=0) has no moments and no engine.json. A directory is written under a hidden name and renamed, in a
 background thread if the engine's snapshot allows it. It can be read without the engine or a GPU.
 """
 

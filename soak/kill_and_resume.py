@@ -33,6 +33,7 @@ from runs import Difference, Run, checkpoints_in, compare, count_lines, finish, 
 from offload_trainer.common.errors import UserError
 from offload_trainer.config import SaveSection
 from offload_trainer.run.resume import newest_state
+from offload_trainer.storage.manifest import weights_alone
 
 STEPS = 14
 WITHIN = 300.0  # seconds in which all processes must have ended
@@ -188,6 +189,8 @@ class Trial:
             verify_checkpoint(checkpoint)
         step = max(checkpoints, default=0)
         if self.pages:
+            if other := [path for n, path in checkpoints.items() if n != STEPS or not weights_alone(path)]:
+                raise Difference(f"{output}: only the last weights should have been saved: {other}")
             try:
                 _, kept = newest_state(SaveSection(output=str(output)))
             except (OSError, ValueError, UserError) as error:

@@ -132,17 +132,16 @@ def bench_machine(
     matrices: bool,
     budget: Budget,
     say: Callable[[str], None],
-    layer: LayerSizes | None = None,
 ) -> MachineProfile:
     """Return `machine` with the rates that it lacks, and its drives with theirs; others are not measured again.
 
     `updates`: those to time, and also what their CPU kernels take to add gradients in RAM. `dtypes`: of products.
-    `matrices`: also time the products that orthogonalise a matrix. `layer`: sizes of the timed layer, by default
-    `ON_CPU` or `ON_GPU`. Raises TrainerError if a drive fails or has too little room.
+    `matrices`: also time the products that orthogonalise a matrix. Raises TrainerError if a drive fails or has too
+    little room.
     """
     before, gpu = machine.rates, machine.gpu is not None
     matmul, layers, sums, update = (dict(it) for it in (before.matmul, before.layers, before.sums, before.update))
-    layer, seconds = layer or (ON_GPU if gpu else ON_CPU), budget.layer_seconds
+    layer, seconds = ON_GPU if gpu else ON_CPU, budget.layer_seconds
     lacking = [dtype for dtype in dtypes if dtype not in matmul]
     say("bench: products")
     matmul |= {dtype: _matmul(DTYPES[dtype], layer, gpu=gpu, seconds=budget.product_seconds) for dtype in lacking}

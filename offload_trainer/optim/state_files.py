@@ -38,6 +38,7 @@ from offload_trainer.plan.tiered.state_formats import (
 )
 from offload_trainer.ranks import ALONE, Group
 from offload_trainer.storage.atomic_io import StoredFile, write_text
+from offload_trainer.storage.manifest import ENGINE
 from offload_trainer.storage.tensorfile import (
     PlacedWriter,
     TensorEntry,
@@ -127,13 +128,12 @@ def refuse_to_save(name: str, values: torch.Tensor, *, field: str) -> None:
     if wrong := describe_invalid_values(values, signed=is_signed(field)):
         raise TrainerError(
             f"{name}: of {field}, {wrong}: the training has diverged, or memory or a drive has changed them. No "
-            "checkpoint was made of it and the older ones are untouched: the same command resumes from the newest, "
-            "perhaps with a lower optim.lr"
+            "checkpoint was made of it, and older ones are untouched: resume from one, perhaps with a lower optim.lr"
         )
 
 
 def write_engine_state(directory: Path, state: EngineState) -> None:
-    write_text(directory / "engine.json", json.dumps(asdict(state), indent=1))
+    write_text(directory / ENGINE, json.dumps(asdict(state), indent=1))
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,9 @@ class WeightsSnapshot:
             return tensor
 
         entries = [TensorEntry(name, torch.float32, shape) for name, shape in self.shapes.items()]
-        return write_file(directory / "master.safetensors", entries, read, writes=group.rank == 0)
+        written = write_file(directory / "master.safetensors", entries, read, writes=group.rank == 0)
+        assert next(self.weights, None) is None, "more weights came than shapes"
+        return written
 
     def close(self) -> None:
         pass
@@ -186,7 +188,7 @@ class WeightsSnapshot:
 
 def read_engine_state(directory: Path, *, rule: UpdateRule) -> EngineState:
     """Read engine.json. Raise UserError if it cannot be read or belongs to another update rule."""
-    state = read_back(directory / "engine.json", EngineState, fix=_FIX)
+    state = read_back(directory / ENGINE, EngineState, fix=_FIX)
     if state.rule != rule.name:
         theirs = state.format.rule
         raise UserError(

@@ -46,7 +46,8 @@ def make_plan(
     """Return the fastest candidate that fits, or, if none fits, the one with the smallest excess.
 
     `machine` stands for each of `nodes` machines, which have the same number of the `world` ranks. `saves`: count
-    checkpoints, or an export, on the drive of `machine.output`. Raises UserError for settings that cannot be combined.
+    checkpoints, or the last weights, on the drive of `machine.output`. Raises UserError for settings that cannot be
+    combined.
     """
     plans, refused = list[tuple[str, Plan]](), dict[str, UserError]()
     for way in divisions(config, world=world // nodes):
@@ -280,7 +281,7 @@ def _faster_formats(engine: Engine, plan: Plan, work: Workload, machine: Machine
 
 
 def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: int = 1, saves: bool = True) -> Workload:
-    """Return the workload of one optimizer step. `saves`: the run writes checkpoints, or an export, to its output.
+    """Return the workload of one optimizer step. `saves`: count checkpoints, or the last weights.
 
     If `parallel.pipeline` is `auto`, it is that of data-parallel ranks. Raises UserError for rows longer than the
     model's context.

@@ -21,7 +21,7 @@ class Workload:
     loss_chunk: int  # tokens whose logits are in memory at a time
     state: StateFormat  # optimizer rule, and the formats of its state
     kernel: str  # CPU update kernel: "auto" or a name
-    checkpoints: int | None  # number kept on the output's drive; 0: export weights at the end instead; None: neither
+    checkpoints: int | None  # number kept on the output's drive; 0: the last weights alone; None: nothing is saved
     nodes: int = 1  # each with the same number of ranks
     tensor: int = 1  # tensor-parallel ranks, which compute the same rows
     pipeline: int = 1  # ranks that compute the same rows, each its units of the model (`owners`)

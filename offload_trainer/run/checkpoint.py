@@ -23,13 +23,13 @@ import torch
 
 from offload_trainer import __version__
 from offload_trainer.common.errors import LOST, RERUN_HINT, TrainerError, UserError, reason
-from offload_trainer.common.safe_files import Count, Steps, exact_record, lenient_record, quoted, read_back
+from offload_trainer.common.safe_files import Count, Steps, exact_record, is_there, lenient_record, quoted, read_back
 from offload_trainer.common.units import format_bytes, format_seconds
 from offload_trainer.config import OptimSection
 from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.optim.state_files import WeightsSnapshot
 from offload_trainer.plan.shape import Weight
-from offload_trainer.ranks import ALONE, Group, everybody, group_of, wait_for_all
+from offload_trainer.ranks import ALONE, Group, everybody, from_rank_zero, group_of, wait_for_all
 from offload_trainer.storage.atomic_io import StoredFile, bytes_below, copy_tree, sync_directory, sync_file, write_text
 from offload_trainer.storage.locks import NoLocks, shared_lock
 from offload_trainer.storage.manifest import FORMAT, MANIFEST, Manifest, checked_manifest, refuse_other_run
@@ -97,7 +97,9 @@ class Checkpoints:
         untouched. A failure in the background thread is raised by `synchronize` or the next `save`.
         """
         self.synchronize()
-        start = time.perf_counter()
+        start, final = time.perf_counter(), checkpoint_of(self._root, state.step)
+        if weights and from_rank_zero(lambda: is_there(final / MANIFEST), bool):
+            return  # a save failed after it was complete
         everybody().first(partial(self._make_room, weights))
         wait_for_all()
         if weights:
@@ -176,7 +178,7 @@ class Checkpoints:
         if free < need:
             raise TrainerError(
                 f"{self._root}: a checkpoint takes {format_bytes(need)} and {format_bytes(free)} are free; older "
-                f"checkpoints are untouched. Free space there{'' if weights else ', or set --save-every 0'}"
+                "checkpoints are untouched. Free space there"
             )
 
     def _write(self, snapshot: Snapshot, state: TrainState, group: Group) -> None:
@@ -191,15 +193,16 @@ class Checkpoints:
                 f"and {RERUN_HINT}"
             ) from error
         if group.rank == 0:
-            self._report_save(final, files, seconds=time.perf_counter() - start, in_background=snapshot.concurrent)
-            if not isinstance(snapshot, WeightsSnapshot):
+            alone = isinstance(snapshot, WeightsSnapshot)
+            how = ", weights without moments" if alone else ", in the background" if snapshot.concurrent else ""
+            self._report_save(final, files, seconds=time.perf_counter() - start, how=how)
+            if not alone:
                 self._prune()
 
-    def _report_save(self, final: Path, files: dict[str, StoredFile], *, seconds: float, in_background: bool) -> None:
+    def _report_save(self, final: Path, files: dict[str, StoredFile], *, seconds: float, how: str) -> None:
         size = sum(about.bytes for about in files.values())
-        while_ = ", in the background" if in_background else ""
         rate = f"{size / seconds / 1e6:.0f} MB/s"
-        self._say(f"saved {final}: {format_bytes(size)} in {format_seconds(seconds)}, {rate}{while_}")
+        self._say(f"saved {final}: {format_bytes(size)} in {format_seconds(seconds)}, {rate}{how}")
 
     def _prune(self) -> None:
         for line in prune(self._root, keep=self._keep):

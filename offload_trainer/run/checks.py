@@ -67,14 +67,15 @@ def refuse_output(planned: Planned) -> Path | None:
     refuse_strangers(planned.output)
     resumes = find_resume(config.save.resume, output=planned.output)
     here = complete_checkpoints(planned.output / "checkpoints")
+    way = "" if here and weights_alone(here[-1]) else "leave it out to go on from them, "
     if newer := [path.name for path in here if resumes and step_of(path) > step_of(resumes)]:
         raise UserError(
-            f"--resume {config.save.resume}: {config.save.output} holds newer checkpoints ({', '.join(newer)}): "
-            "leave --resume out to go on from them, move them away, or name another --output"
+            f"--resume {config.save.resume}: {config.save.output} holds newer checkpoints ({', '.join(newer)}): {way}"
+            "move them away, or name another --output"
         )
     if config.save.resume == "never" and here:
         held = f"{config.save.output} holds checkpoints of an earlier run"
-        raise UserError(f"--resume never, but {held}: leave it out to go on from them, or name another --output")
+        raise UserError(f"--resume never, but {held}: {way}move them away, or name another --output")
     if resumes:
         check_identity(resumes, planned.identity | UNKNOWN_IDENTITY, planned.layout)
     return resumes

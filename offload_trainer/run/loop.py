@@ -161,17 +161,17 @@ def _save_if_due(job: Job, state: TrainState, *, stopping: bool, wished: bool, e
     if wished and job.cannot_save:
         job.say(f"no checkpoint was made: {job.cannot_save}")
     due = wished or (stopping and not last) or (job.save_every and (state.step % job.save_every == 0 or last))
-    if due and not job.cannot_save:
-        try:
+    try:
+        if due and not job.cannot_save:
             job.checkpoints.save(job.engine, state)
-            if stopping:
+            if stopping or (last and not job.save_every):
                 job.checkpoints.synchronize()
-        except TrainerError as error:
-            if not stopping or job.save_every:
-                raise
-            job.say(f"no checkpoint was made: {error}")  # the caller then saves the weights alone
-    elif ended:
-        job.checkpoints.synchronize()
+        elif ended:
+            job.checkpoints.synchronize()
+    except TrainerError as error:
+        if job.save_every:
+            raise
+        job.say(f"no checkpoint was made: {error}")  # the run still saves its last weights
 
 
 def _agree(job: Job, asked: StopRequest) -> tuple[int, bool, bool]:

@@ -20,7 +20,7 @@ from typing import Any
 from offload_trainer.common.errors import UserError
 from offload_trainer.common.safe_files import read_back
 from offload_trainer.common.units import format_bytes
-from offload_trainer.config import PlacementSection, TrainConfig
+from offload_trainer.config import PlacementSection, SaveSection, TrainConfig
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.memory import with_rate
 from offload_trainer.plan.plan import Plan
@@ -82,7 +82,7 @@ def plan_run(
         except (KeyError, TypeError, ValueError):  # a new run, or one that was imported
             day = date.today()
         config = config.with_keys("data", template_date=day.isoformat())
-    machine = again.machine if again else machine_here(config.placement, output=config.save.output)
+    machine = again.machine if again else machine_here(config.placement, config.save)
     if from_pages and nodes == 1:
         config, machine = as_page_files(config, machine)
     world = max(ranks_of_environment()[1], config.placement.gpus)
@@ -126,10 +126,10 @@ def shared_plan(own: Planned) -> Planned:
     return Planned(config.with_keys("placement", nvme=own.config.placement.nvme), plan, machine, own.source)
 
 
-def machine_here(place: PlacementSection, *, output: str = ".") -> MachineProfile:
-    """Return the profile of this machine with its cached rates.
+def machine_here(place: PlacementSection, save: SaveSection | None = None) -> MachineProfile:
+    """Return the profile of this machine with its cached rates. `save`: None for this directory as the output.
 
-    Bytes that a run with this `output` will remove count as free: prunable checkpoints, and page files of dead runs.
+    Bytes that such a run will remove count as free: page files of dead runs, and checkpoints if it saves others.
     """
     from offload_trainer.machine.probe import probe_machine
     from offload_trainer.machine.rate_cache import with_cached_rates
@@ -137,8 +137,9 @@ def machine_here(place: PlacementSection, *, output: str = ".") -> MachineProfil
     from offload_trainer.storage.retention import bytes_that_go
     from offload_trainer.storage.scratch_dir import PAGES, dead_runs
 
-    machine = with_cached_rates(probe_machine(place, output=output))
-    goes = {machine.output.directory: bytes_that_go(Path(machine.output.directory) / "checkpoints")}
+    machine = with_cached_rates(probe_machine(place, output=save.output if save else "."))
+    saved = Path(machine.output.directory) / "checkpoints"
+    goes = {machine.output.directory: bytes_that_go(saved) if save is None or save.every != 0 else 0}
     listed = Path(machine.output.directory) / PAGES
     for drive in machine.drives:
         dead = sum(map(bytes_below, dead_runs(Path(drive.directory), listed=listed)))
@@ -212,7 +213,7 @@ def with_what_fits(found: Planned, config: TrainConfig, *, here: bool, resumes: 
         try:
             candidate, machine = with_words(config, words), found.machine
             if candidate.placement.nvme != config.placement.nvme:
-                machine = machine_here(candidate.placement, output=config.save.output)
+                machine = machine_here(candidate.placement, config.save)
             if any_placement_fits(candidate, found.source.shape, machine, world=world, nodes=nodes):
                 return planned(candidate, found.source, machine, world=world, nodes=nodes).plan.fits
         except UserError:  # contradicts the configuration, or a length that does not divide a step's tokens
@@ -246,7 +247,7 @@ def _moves(found: Planned, config: TrainConfig, *, here: bool) -> Iterator[str]:
         yield " ".join(fixed)
     if here and not place.nvme:
         with suppress(UserError):  # this directory cannot hold pages
-            machine_here(place.model_copy(update={"nvme": (".",)}), output=save.output)
+            machine_here(place.model_copy(update={"nvme": (".",)}), save)
             yield "--nvme ."
     if config.optim.moment_dtype != "8bit":
         yield "optim.moment_dtype=8bit"

@@ -144,6 +144,14 @@ def keep(setup: Setup, job: Job) -> None:
     job.commit = lambda state: engine.commit(asdict(state))
 
 
+def keep_step(job: Job, state: TrainState) -> bool:
+    """Make the page files hold `state`, after which the run ends; return whether they can. Collective."""
+    job.engine.synchronize()
+    if job.commit:
+        job.commit(state)
+    return from_rank_zero(lambda: job.commit is not None, bool)
+
+
 def drop(setup: Setup) -> None:
     """Unregister the page files after the run has ended in order, so that no later run resumes from them."""
     if setup.log.loud:
@@ -325,6 +333,8 @@ def resume_hint(words: Sequence[str]) -> str:
         return again
     if kept:
         return f"{again} from its page files, step {kept}"
+    if saved and weights_alone(saved):
+        return f"{saved.name} holds weights without moments, from which no run resumes"
     if saved:
         return f"{again} from the checkpoint {saved.name}"
     return STARTS_OVER

@@ -258,7 +258,8 @@ def _train_to_end(setup: Setup, job: Job, *, begins: TrainState | None, checkpoi
                 job.telemetry.end(failed=True)
             raise
         saved = job.checkpoints.saved == state.step
-        if job.save_every == 0 and not saved:
+        kept = bool(asked.stop) and not saved and state.step < steps and resume.keep_step(job, state)
+        if job.save_every == 0 and not saved and not kept:
             asked.answer = "finishing the save of the weights"
             job.checkpoints.save(job.engine, state, weights=setup.source.shape.weights)
         if job.telemetry and (rows := read_metrics(output / "metrics.jsonl", most=_MOST_ROWS)):
@@ -270,15 +271,17 @@ def _train_to_end(setup: Setup, job: Job, *, begins: TrainState | None, checkpoi
         words = f"offload-train export {quote(str(output))} {quote(f'{output}-hf')}"
         if asked.stop:
             ranks.wait_for_all()  # a rank that ended while others still write would end them too
-            resume.drop(setup)
+            if not kept:
+                resume.drop(setup)
             told = f"stopped after step {state.step}"
             if state.step == steps:
                 told += ", the last; the run is complete and saved"
-            elif saved:
-                told += ", everything saved; the same command resumes from there"
+            elif saved or kept:
+                where = "saved" if saved else "in page files"
+                told += f", everything {where}; the same command resumes from there"
             else:
-                told += f"; only the weights could be saved. To train them on without moments, export them ({words}) "
-                told += "and give that as --model with another --output"
+                told += "; only the weights could be saved. To train them on without moments, export them "
+                told += f"({words} --dtype fp32) and give that as --model with another --output"
             raise (Interrupted if log.loud else PeerFailed)(told, code=128 + asked.stop)
         log.say(f"done: {steps} steps; {output}; export the model with: {words} --dtype bf16")
 

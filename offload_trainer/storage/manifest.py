@@ -22,7 +22,7 @@ from offload_trainer.common.safe_files import (
 )
 from offload_trainer.storage.atomic_io import StoredFile, crc32_of
 
-FORMAT = 3
+FORMAT = 3  # of checkpoints and page files
 MANIFEST = "MANIFEST.json"
 CONFIG = "config.json"  # identity key: entries of the model's configuration
 _MOST = 10  # lines in a message
@@ -64,7 +64,7 @@ def checked_manifest(checkpoint: Path, *, fix: str, moments: bool = True, conten
     if contents and moments and ENGINE not in manifest.files:
         raise UserError(
             f"{checkpoint} holds weights without moments, as --save-every 0 leaves them, so no run can resume from it: "
-            f"export it, and give that as --model with another --output. {fix}"
+            f"export it with --dtype fp32, and give that as --model with another --output. {fix}"
         )
     for name, expected in manifest.files.items() if contents else ():
         if (moments or not name.startswith("exp_avg")) and (wrong := _difference(checkpoint, name, expected)):

@@ -57,6 +57,7 @@ def timed(tmp_path_factory: pytest.TempPathFactory) -> MachineProfile:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "_PIECE", 1 << 20)
         patch.setattr(bench, "_repeat", _a_few)
+        patch.setattr(bench, "ON_CPU", bench.LayerSizes((256, 1024, 4096), tokens=32, width=64))
         return bench.bench_machine(
             probe_machine(PlacementSection(nvme=(str(drive),)), output=str(drive)),
             [TimedUpdate(TorchKernel())],
@@ -70,7 +71,6 @@ def timed(tmp_path_factory: pytest.TempPathFactory) -> MachineProfile:
                 update_page=32_768,
             ),
             say=lambda line: None,
-            layer=bench.LayerSizes((256, 1024, 4096), tokens=32, width=64),
         )
 
 
@@ -107,8 +107,8 @@ def test_rates_that_are_known_are_not_measured_again(timed: MachineProfile, monk
     how: dict[str, Any] = {"matrices": False, "budget": bench.Budget(layer_seconds=0), "say": lambda line: None}
     again = bench.bench_machine(timed, [TimedUpdate(TorchKernel())], dtypes=["fp32"], **how)
     assert again == timed
-    layer = bench.LayerSizes((8, 8, 8), 8, 64)
-    more = bench.bench_machine(timed, [], dtypes=["bf16"], layer=layer, **how)
+    monkeypatch.setattr(bench, "ON_CPU", bench.LayerSizes((8, 8, 8), 8, 64))
+    more = bench.bench_machine(timed, [], dtypes=["bf16"], **how)
     assert set(more.rates.matmul) == {"fp32", "bf16"}
     assert more.rates.matmul["fp32"] == timed.rates.matmul["fp32"]
 

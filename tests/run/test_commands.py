@@ -245,7 +245,7 @@ def read_from_disk(streams: bool) -> Iterator[None]:
 
 
 def test_text_is_that_of_transformers_wherever_the_weights_are(run: Path, exported: Path, tmp_path: Path) -> None:
-    """The same run without checkpoints leaves the same weights, in its export alone."""
+    """The same run without checkpoints leaves the same weights, without moments."""
     last = call(*TRAINED, "--save-every", "0", "--data", run.parent / "chat.jsonl", output=tmp_path / "last").output
     tokenizer = load_tokenizer(str(exported))
     ids = tokenizer("What follows one", add_special_tokens=False)["input_ids"]

@@ -104,6 +104,10 @@ def test_a_run_without_checkpoints_is_done_once(tmp_path: Path) -> None:
         refused = call(*NEVER, *words, output=output, check=False)
         assert (refused.code, told in refused.text) == (2, True), refused.text
     assert everything(output) == before
+    weights = "step-00000005/master.safetensors"
+    (output / "checkpoints").rename(tmp_path / "away")
+    assert "step 1" in call(*NEVER, output=output).text
+    assert (tmp_path / "away" / weights).read_bytes() == (output / "checkpoints" / weights).read_bytes()
 
 
 def test_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
@@ -134,18 +138,21 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_an_export_of_a_run_without_checkpoints_has_its_final_weights(tmp_path: Path) -> None:
     """Not those of an older checkpoint that a user had requested, which stays, and whose own export says so."""
-    output, whole, weights = tmp_path / "out", tmp_path / "whole", "checkpoints/step-00000005/master.safetensors"
-    assert faulty("USR1@step=2", *NEVER, "save.keep=1", output=output).code == 0
+    output, whole, last = tmp_path / "out", tmp_path / "whole", "checkpoints/step-00000005"
+    words = [*NEVER, 'model.freeze=["wpe"]', "save.keep=1"]
+    assert faulty("USR1@step=2", *words, output=output).code == 0
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-00000002", "step-00000005"]
     done = run_script(COMMAND, "export", output, tmp_path / "hf", "--dtype", "fp32", "--check")
     assert (done.returncode, "step-00000005" in done.stdout + done.stderr) == (0, True), done.stderr
     assert "in fp32, from the masters of step-00000005." in " ".join((tmp_path / "hf/README.md").read_text().split())
-    call(*NEVER, "--save-every", 5, output=whole)
-    held, given = load_file(output / weights), load_file(whole / weights)
-    assert held.keys() == given.keys()
-    assert all(held[name].equal(given[name]) for name in given)
+    call(*words, "--save-every", 5, output=whole)
+    given = {
+        name: t for kind in ("master", "fixed") for name, t in load_file(whole / last / f"{kind}.safetensors").items()
+    }
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).state_dict()
-    assert all(exported[name].equal(given[name]) for name in given)
+    for held in (load_file(output / last / "master.safetensors"), exported):
+        assert given.keys() <= held.keys()
+        assert all(held[name].equal(given[name]) for name in given)
     older = run_script(COMMAND, "export", output / "checkpoints/step-00000002", tmp_path / "older", "--check")
     assert "in fp16 to" in older.stdout, older.stderr
     assert "read back: every header, and a sample of " in older.stdout
@@ -182,6 +189,8 @@ def test_no_room_for_a_checkpoint_at_a_signal(tmp_path: Path) -> None:
     assert everything(output) == kept
     (export,) = re.findall(r"export them \((.*?)\)", stopped.text)
     assert run_script(COMMAND, *shlex.split(export)[1:]).returncode == 0
+    held, given = map(load_file, (f"{output}-hf/model.safetensors", saved(output, 3).parent / "master.safetensors"))
+    assert all(held[name].equal(given[name]) for name in given)
     words = [word for word in NEVER if "overrides" not in str(word)]
     assert "done: 5 steps" in call(*words, "--model", f"{output}-hf", output=tmp_path / "on").text
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -273,6 +274,19 @@ def test_an_older_checkpoint_and_never_discard_page_files(drive: Path, tmp_path:
 
 
 # -- ends, settings, and what else looks at page files -----------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_stop_without_room_keeps_the_page_files(drive: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+    """So does a kill while the last weights are saved."""
+    words, output = ["--nvme", drive, *ALL], tmp_path / "run"
+    stopped = faulty("INT@step=3;EIO@room", *words, output=output)
+    assert stopped.code == 128 + signal.SIGINT
+    assert "stopped after step 3, everything in page files; the same command resumes from there" in stopped.text
+    assert not list((output / "checkpoints").glob("*"))
+    killed("weights", *words, output=output)
+    assert gone_on(call(*words, output=output)) == STEPS - 1
+    assert results(output) == alone
 
 
 @pytest.mark.slow

@@ -56,11 +56,9 @@ class StoreManifest:
     rule: RuleName
     run: Line  # the run's id, which its record contains as well
     masters: FormatName
-    file_format: Count = 0  # `FORMAT` of checkpoints, since values are stored in the same way
+    file_format: Count  # `FORMAT` of checkpoints, since values are stored in the same way
 
     def __post_init__(self) -> None:
-        if self.file_format != FORMAT:
-            raise ValueError(f"written in format {self.file_format}, this version reads {FORMAT}")
         state_format(self.rule, self.states, self.masters)  # raises ValueError for an unsupported combination
 
     @property
@@ -167,7 +165,9 @@ class ManifestWriter:
 
 
 def read_description(directory: Path) -> StoreManifest:
-    """Read store.json; raise UserError if it cannot be read."""
+    """Read store.json; raise UserError if it cannot be read, or another version of this program has written it."""
+    if (written := read_back(directory / DESCRIPTION, dict[str, Any], fix=FIX).get("file_format")) != FORMAT:
+        raise UserError(f"{directory / DESCRIPTION}: written in format {written}, and this version reads {FORMAT}")
     return read_back(directory / DESCRIPTION, StoreManifest, fix=FIX)
 
 

@@ -51,7 +51,7 @@ def compare_modes(
     `machine`: the described machine; None: this one. `nodes`: the number of such machines; None: as described. Raises
     UserError for a single rank, for what the tiered engine refuses of data-parallel ranks, and if no way is left.
     """
-    here = machine or machine_here(config.placement, output=config.save.output)
+    here = machine or machine_here(config.placement, config.save)
     count = nodes or here.nodes
     world = count * (config.placement.gpus if machine is None else _gpus(config, machine))
     if world == 1:

@@ -98,7 +98,7 @@ class Checkpoints:
         """
         self.synchronize()
         start, final = time.perf_counter(), checkpoint_of(self._root, state.step)
-        if weights and from_rank_zero(lambda: is_there(final / MANIFEST), bool):
+        if len(weights) > 0 and from_rank_zero(lambda: is_there(final / MANIFEST), bool):
             return  # a save failed after it was complete
         everybody().first(partial(self._make_room, weights))
         wait_for_all()

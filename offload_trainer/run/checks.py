@@ -67,7 +67,7 @@ def refuse_output(planned: Planned) -> Path | None:
     refuse_strangers(planned.output)
     resumes = find_resume(config.save.resume, output=planned.output)
     here = complete_checkpoints(planned.output / "checkpoints")
-    way = "" if here and weights_alone(here[-1]) else "leave it out to go on from them, "
+    way = "" if here and weights_alone(here[-1]) else "leave --resume out to go on from them, "
     if newer := [path.name for path in here if resumes and step_of(path) > step_of(resumes)]:
         raise UserError(
             f"--resume {config.save.resume}: {config.save.output} holds newer checkpoints ({', '.join(newer)}): {way}"

@@ -128,7 +128,7 @@ def refuse_to_save(name: str, values: torch.Tensor, *, field: str) -> None:
     if wrong := describe_invalid_values(values, signed=is_signed(field)):
         raise TrainerError(
             f"{name}: of {field}, {wrong}: the training has diverged, or memory or a drive has changed them. No "
-            "checkpoint was made of it, and the older ones are untouched: resume from one, perhaps with a lower optim.lr"
+            "checkpoint was made of it, and the older ones are untouched: resume from one, maybe with a lower optim.lr"
         )
 
 

@@ -5,7 +5,7 @@ Edit this module to change the order of these steps. Nothing is written before t
 
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -47,6 +47,7 @@ from offload_trainer.telemetry.report import predicted_row, report_page
 
 _MOST_ROWS = 800  # steps of which a page is made
 _MORE_FREE = 0.02  # least share of a GPU that stays free in addition after it was full; at most a tenth does
+_CLOSE = 2 / 3  # least ratio of seconds at which the rates are taken to be this machine's
 _TELLING = 3  # least number of steps after the warm-up steps for usable timings
 
 
@@ -264,10 +265,9 @@ def _train_to_end(setup: Setup, job: Job, *, begins: TrainState | None, checkpoi
             job.checkpoints.save(job.engine, state, weights=setup.source.shape.weights)
         if job.telemetry and (rows := read_metrics(output / "metrics.jsonl", most=_MOST_ROWS)):
             job.telemetry.end()
-            took, plan = median_phases(rows), setup.plan.forecast.in_line
-            ratios = [f"{phase} {took[phase] / known:.2f}" for phase, known in plan.items() if known and phase in took]
-            if ratios and len(steady(rows)) >= _TELLING:
-                log.say(f"took, times the plan's seconds: {', '.join(ratios)}")
+            told = _compared(median_phases(rows), setup.plan.forecast.in_line)
+            if told and len(steady(rows)) >= _TELLING:
+                log.say(told)
         words = f"offload-train export {quote(str(output))} {quote(f'{output}-hf')}"
         if asked.stop:
             ranks.wait_for_all()  # a rank that ended while others still write would end them too
@@ -284,6 +284,16 @@ def _train_to_end(setup: Setup, job: Job, *, begins: TrainState | None, checkpoi
                 told += f"({words} --dtype fp32) and give that as --model with another --output"
             raise (Interrupted if log.loud else PeerFailed)(told, code=128 + asked.stop)
         log.say(f"done: {steps} steps; {output}; export the model with: {words} --dtype bf16")
+
+
+def _compared(took: Mapping[str, float], planned: Mapping[str, float | None]) -> str:
+    """Return how many times the plan's seconds each phase took, and what to do if its rates are not this machine's."""
+    ratios = {phase: took[phase] / known for phase, known in planned.items() if known and phase in took}
+    again = (
+        "" if _CLOSE < ratios.get("backward", 1.0) < 1 / _CLOSE else "; `offload-train bench` times this machine again"
+    )
+    listing = ", ".join(f"{phase} {ratio:.2f}" for phase, ratio in ratios.items())
+    return f"took, times the plan's seconds: {listing}{again}" if ratios else ""
 
 
 def _run_page(setup: Setup, left: float | None, *, swaps: list[Path]) -> str:

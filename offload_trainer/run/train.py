@@ -48,7 +48,7 @@ from offload_trainer.telemetry.report import predicted_row, report_page
 _MOST_ROWS = 800  # steps of which a page is made
 _MORE_FREE = 0.02  # least share of a GPU that stays free in addition after it was full; at most a tenth does
 _AGAIN = "; `offload-train bench` times this machine again, for later plans"
-_CLOSE = 2 / 3  # least ratio of seconds at which the rates are taken to be this machine's
+_BUSY = 2 / 3  # ratio below which the machine was busy when its rates were measured
 _TELLING = 3  # least number of steps after the warm-up steps for usable timings
 
 
@@ -288,11 +288,11 @@ def _train_to_end(setup: Setup, job: Job, *, begins: TrainState | None, checkpoi
 
 
 def _compared(took: Mapping[str, float], planned: Mapping[str, float | None]) -> str:
-    """Return how many times the plan's seconds each phase took, and what to do if its rates are not this machine's."""
+    """Return how many times the plan's seconds each phase took, and what to do if its rates are of a busier machine."""
     ratios = {phase: took[phase] / known for phase, known in planned.items() if known and phase in took}
-    close = _CLOSE < ratios.get("backward", 1.0) < 1 / _CLOSE
+    again = _AGAIN if ratios.get("backward", 1.0) < _BUSY else ""
     listing = ", ".join(f"{phase} {ratio:.2f}" for phase, ratio in ratios.items())
-    return f"took, times the plan's seconds: {listing}{'' if close else _AGAIN}" if ratios else ""
+    return f"took, times the plan's seconds: {listing}{again}" if ratios else ""
 
 
 def _run_page(setup: Setup, left: float | None, *, swaps: list[Path]) -> str:

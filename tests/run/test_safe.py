@@ -333,10 +333,10 @@ def test_a_run_that_ends_there_meanwhile_is_refused(tmp_path: Path, monkeypatch:
         checks.refuse_another(planned, older)
 
 
-def test_a_run_that_is_far_from_its_plan_says_how_to_time_the_machine_again() -> None:
+def test_a_run_that_is_far_faster_than_its_plan_says_how_to_time_the_machine_again() -> None:
     """Rates that were measured while other programs ran would mislead all later plans."""
     planned = {"forward": 1.0, "backward": 2.0, "update": 0.0, "wait": None}
-    for backward, told in ((1.5, False), (2.9, False), (1.2, True), (3.2, True)):
+    for backward, told in ((1.5, False), (3.2, False), (1.2, True)):
         line = train._compared({"forward": 0.5, "backward": backward, "wait": 1.0}, planned)
         assert line.startswith(f"took, times the plan's seconds: forward 0.50, backward {backward / 2:.2f}")
         assert ("`offload-train bench` times this machine again" in line) == told

@@ -32,7 +32,7 @@ from offload_trainer.run.checks import refuse_other_data, refuse_other_programs,
 from offload_trainer.run.process_setup import first_failure
 from offload_trainer.run.train import _join
 from offload_trainer.settings import load_config
-from offload_trainer.storage.manifest import MANIFEST
+from offload_trainer.storage.manifest import ENGINE, MANIFEST
 
 
 def test_the_first_failed_rank_is_reported() -> None:
@@ -82,11 +82,14 @@ def test_a_launcher_says_where_the_next_start_resumes(tmp_path: Path, capsys: py
     killed = {1: -signal.SIGKILL}
     for kept, where in (
         ((), "nothing was saved yet"),
+        (("step-00000003",), "step-00000003 holds weights without moments, from which no run resumes"),
         (("step-00000003", "step-00000012"), "checkpoint step-00000012"),
     ):
         for name in kept:
-            (tmp_path / "checkpoints" / name).mkdir(parents=True)
+            (tmp_path / "checkpoints" / name).mkdir(parents=True, exist_ok=True)
             (tmp_path / "checkpoints" / name / MANIFEST).touch()
+        if len(kept) > 1:
+            (tmp_path / "checkpoints" / kept[-1] / ENGINE).touch()
         assert told(killed) == 128 + signal.SIGKILL
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("offload-train: rank 1 was killed by SIGKILL, and the run ended with it; ")

@@ -157,6 +157,7 @@ def arm(actions: str, moment: str, number: int) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test-all` ignores it
     faults, attempt = sys.argv[1].split(","), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if "--gpus" in sys.argv and "RANK" not in os.environ:  # the ranks have the same fault
         process_setup.COMMAND = [sys.executable, __file__, sys.argv[1], "train"]

@@ -44,6 +44,7 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"  # environment variable: network interface bet
 _ABSENT = torch.iinfo(torch.int64).min  # stands for a number that has not arrived
 _MOST_BYTES = 1 << 30  # largest message whose size the sender chooses
 _TAGS = 1 << 31  # gloo takes smaller tags
+_NO_LAUNCHER = "the launcher has ended before all ranks have come; its node says why"
 
 
 class PeerGone(PeerFailed):
@@ -236,13 +237,16 @@ def join() -> None:
         _stay_on_loopback()
     try:  # the file of our launcher, else torchrun's store
         if path := os.environ.get(STORE):
-            _store = dist.FileStore(path, world)
+            # Held open: torch would wait 300 s for a file that is gone, and let no other thread run.
+            _store = dist.FileStore(f"/proc/self/fd/{os.open(path, os.O_RDWR)}", world)
         else:
             given, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_JOINING)))
             # torchrun keeps its store when it restarts the ranks, so what earlier ranks have written is still in it.
             _store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", given)
     except ValueError as error:  # an environment variable is missing
         raise UserError(f"{error}: start the ranks with --gpus N, torchrun or accelerate launch") from error
+    except OSError as error:
+        raise TrainerError(_NO_LAUNCHER) from error
     except RuntimeError as error:
         at_once = time.monotonic() - begun < _JOINING / 2
         why = "the store in which the ranks find each other does not open" if at_once else _late()
@@ -256,7 +260,7 @@ def join() -> None:
             time.sleep(_AGAIN)
         _everybody = _connect("everybody", range(world), patience=_SETTING_UP, rank=rank, store=_store)
     except RuntimeError as error:  # raised by the store
-        raise TrainerError("the launcher has ended before all ranks have come; its node says why") from error
+        raise TrainerError(_NO_LAUNCHER) from error
     except PeerGone as error:
         hint = f"{_INTERFACE} names the network between them"
         raise TrainerError(f"the ranks have found each other but do not connect; {hint}: {error}") from error

@@ -25,6 +25,7 @@ Process = Fork | subprocess.Popen[bytes]
 def _start(scripts: Sequence[Sequence[object]], folder: Path, *, nodes: int = 1, **how: bool) -> list[Process]:
     """Start scripts as ranks of `nodes` simulated nodes that share `folder`; rank N prints to its file `told-N`."""
     count, processes = str(len(scripts)), []
+    (folder / "store").write_bytes(b"")
     for rank, argv in enumerate(scripts):
         local = rank % (len(scripts) // nodes)
         place = {"RANK": str(rank), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "LOCAL_RANK": str(local)}

@@ -24,7 +24,7 @@ from forked_child import in_a_fork
 from forked_ranks import call_ranks
 
 from offload_trainer import ranks
-from offload_trainer.common.errors import LOST, TrainerError, UserError
+from offload_trainer.common.errors import LOST, STORE, TrainerError, UserError
 from offload_trainer.run import checks
 from offload_trainer.run import process_setup as launcher
 from offload_trainer.run.checkpoint import read_manifest
@@ -360,6 +360,12 @@ def test_a_node_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ranks, "_JOINING", 0.5)
         with pytest.raises(TrainerError, match=f"after 0.5 s not all ranks .* reach 127.0.0.1:{port} .* 1/2"):
             ranks.join()
+
+
+def test_a_rank_whose_launcher_has_ended_does_not_wait_for_others() -> None:
+    os.environ.update({"RANK": "0", "WORLD_SIZE": "2", STORE: "/proc/0/fd/3"})
+    with pytest.raises(TrainerError, match="the launcher has ended before all ranks have come"):
+        ranks.join()
 
 
 WATCHES = """

@@ -152,7 +152,7 @@ def _can_checkpoint_some(model: PreTrainedModel, blocks: Sequence[str], counted:
     must be trained: its input requires a gradient then, so frozen blocks would keep activations that are not counted.
     """
     layers = [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not model.supports_gradient_checkpointing or layers != list(blocks) or counted is None:
+    if not (model.supports_gradient_checkpointing and layers) or layers != list(blocks) or counted is None:
         return False
     if not any(parameter.requires_grad for parameter in model.get_submodule(blocks[0]).parameters()):
         return False

@@ -38,6 +38,7 @@ from offload_trainer.optim.state_files import LossScale, read_engine_state
 from offload_trainer.plan.tiered.state_formats import ADAMW
 from offload_trainer.ranks import join_torch, place_here
 from offload_trainer.run.checkpoint import read_manifest, read_state
+from offload_trainer.run.commands import import_checkpoint as import_checkpoint_module
 from offload_trainer.run.commands.import_checkpoint import Imported, _Chunk, _Stored, import_checkpoint
 from offload_trainer.run.loop import learning_rate
 from offload_trainer.settings import load_config
@@ -454,6 +455,26 @@ def test_chunks_of_a_damaged_checkpoint_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+class ShortReads(io.FileIO):
+    """A file of which one read returns little, as of a file with more than 2 GiB."""
+
+    def read(self, size: int = -1, /) -> bytes:
+        return super().read(min(size, 1000))
+
+    def readinto(self, into: Any, /) -> int:
+        return super().readinto(memoryview(into)[:1000])
+
+
+def test_a_chunk_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger than one system call returns: the embeddings of an 8B model in fp32, say."""
+    values = torch.rand(100, 100)
+    dcp.save({"a": values}, checkpoint_id=str(tmp_path), no_dist=True)
+    stored = _Stored("it", {}, {})
+    stored.add(tmp_path)
+    monkeypatch.setattr(import_checkpoint_module, "open_given", ShortReads)
+    assert torch.equal(stored.tensor("a"), values)
+
+
 def test_checkpoints_of_other_models_are_refused(tmp_path: Path) -> None:
     model, state = model_and_state(tmp_path)
     weights, optimizer = distributed(state)

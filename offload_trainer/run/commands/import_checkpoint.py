@@ -496,7 +496,7 @@ class _Stored:
         return whole
 
     def _load(self, name: str, chunk: _Chunk) -> Any:
-        with open_given(chunk.path) as file:
+        with io.BufferedReader(open_given(chunk.path)) as file:  # an unbuffered read returns at most 2 GiB
             file.seek(chunk.start)
             data = file.read(chunk.bytes)
         if len(data) < chunk.bytes:

@@ -7,8 +7,6 @@ state.json (TrainState), *.safetensors (master weights and moments by name, opti
 background thread if the engine's snapshot allows it. It can be read without the engine or a GPU.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import time
@@ -17,7 +15,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -138,7 +136,7 @@ class Checkpoints:
         future.wait()
         self.saved = step
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> Self:
         """Open the group that the background thread communicates over. Collective: all ranks enter together."""
         self._beside_training = group_of(in_step=False)
         return self

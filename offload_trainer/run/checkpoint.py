@@ -27,7 +27,7 @@ from offload_trainer.config import OptimSection
 from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.optim.state_files import WeightsSnapshot
 from offload_trainer.plan.shape import Weight
-from offload_trainer.ranks import ALONE, Group, everybody, from_rank_zero, group_of, wait_for_all
+from offload_trainer.ranks import ALONE, Group, everybody, from_rank_zero, group_of
 from offload_trainer.storage.atomic_io import StoredFile, bytes_below, copy_tree, sync_directory, sync_file, write_text
 from offload_trainer.storage.locks import NoLocks, shared_lock
 from offload_trainer.storage.manifest import FORMAT, MANIFEST, Manifest, checked_manifest, refuse_other_run
@@ -99,7 +99,6 @@ class Checkpoints:
         if len(weights) > 0 and from_rank_zero(lambda: is_there(final / MANIFEST), bool):
             return  # a save failed after it was complete
         everybody().first(partial(self._make_room, weights))
-        wait_for_all()
         if weights:
             shapes = {weight.name: weight.shape for weight in sorted(weights, key=lambda weight: not weight.trainable)}
             snapshot: Snapshot = WeightsSnapshot(shapes, engine.named_master_parameters())

@@ -142,7 +142,7 @@ class Checkpoints:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Finish the save in progress if the run ends in order; abandon it if the run is aborting."""
-        in_order = isinstance(error, TrainerError) and getattr(error, "exit_code", 0) != LOST
+        in_order = isinstance(error, TrainerError) and error.exit_code != LOST
         if self._under_way and error is not None and not in_order:
             self._under_way[1].close()
             self._under_way = None

@@ -176,9 +176,8 @@ def _save_if_due(job: Job, state: TrainState, *, stopping: bool, wished: bool, e
 
 def _agree(job: Job, asked: StopRequest) -> tuple[int, bool, bool]:
     """Agree with all ranks on (stop signal or 0, checkpoint requested, background save finished). Collective."""
-    wished = False
-    if asked.save:
-        asked.save, wished = False, True
+    if wished := asked.save:
+        asked.save = False
     if job.telemetry:
         with suppress(OSError):  # no such file, a directory, or a file in a directory that is not writable
             job.save_request_file.unlink()

@@ -252,8 +252,6 @@ def learning_rate(step: int, section: OptimSection, *, steps: int) -> float:
     A `schedule_delay` of n gives each step the rate of the step n before it. With 1 the rates are those of
     transformers' schedules: the warm-up is ``lr * step / warmup``, and without one the decay begins at step 0 too.
     """
-    assert step >= 0, step
-    assert steps >= 1, steps
     last = steps - 1
     step = min(step, last) - section.schedule_delay
     warmup = round(_AUTO_WARMUP * steps) if section.warmup_steps == "auto" else section.warmup_steps

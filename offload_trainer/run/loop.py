@@ -82,9 +82,7 @@ class Job:
     counted: IoCount | None = None  # drive counters after the last step, if its update was still running then
 
 
-def train(
-    job: Job, asked: StopRequest, *, begins: TrainState | None = None, checkpoint: Path | None = None
-) -> TrainState:
+def train(job: Job, asked: StopRequest, *, begins: TrainState | None, checkpoint: Path | None) -> TrainState:
     """Train until the last step or a stop signal; return the final state. `checkpoint` or the engine has the first."""
     state, every = begins or TrainState(step=0, tokens=0, data_position=0), job.train.eval_every
     if checkpoint is not None:

@@ -4,10 +4,8 @@ Add or change a key here; `settings/` fills the models from a YAML file and the 
 docs/config.md show the keys' docstrings. `auto` means that the plan chooses the value and reports it.
 """
 
-from __future__ import annotations
-
 from datetime import date
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -325,6 +323,6 @@ class TrainConfig(_Section):
     tiered: TieredSection = TieredSection()
     deepspeed: DeepSpeedSection = DeepSpeedSection()
 
-    def with_keys(self, section: str, **keys: Any) -> TrainConfig:
+    def with_keys(self, section: str, **keys: Any) -> Self:
         """Return the configuration with other values of some of a section's keys."""
         return self.model_copy(update={section: getattr(self, section).model_copy(update=keys)})

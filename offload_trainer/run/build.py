@@ -80,13 +80,12 @@ def with_steps(setup: Setup, begins: TrainState | None, *, say: Callable[[str], 
 def build_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engine:
     """Build the plan's engine on the private directories `swaps`; without `load_weights` a checkpoint supplies them."""
     plan, sizes, config = setup.plan, setup.plan.sizes, setup.config
-    if plan.engine == "tiered":
+    if isinstance(sizes, TierSizes):
         from offload_trainer.engine.tiered import TieredEngine
 
-        assert isinstance(sizes, TierSizes)
         engine = TieredEngine(
             setup.source,
-            setup.plan.work,
+            plan.work,
             config.optim,
             placement=plan.placement,
             sizes=sizes,
@@ -102,7 +101,7 @@ def build_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engi
     assert isinstance(sizes, ZeroSizes)
     _, world = start_processes()
     words = deepspeed_config(
-        replace(setup.plan.work, world=world),
+        replace(plan.work, world=world),
         config.optim,
         config.deepspeed,
         plan.placement,

@@ -7,8 +7,6 @@ state.json (TrainState), *.safetensors (master weights and moments by name, opti
 background thread if the engine's snapshot allows it. It can be read without the engine or a GPU.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import time
@@ -17,7 +15,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -29,7 +27,7 @@ from offload_trainer.config import OptimSection
 from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.optim.state_files import WeightsSnapshot
 from offload_trainer.plan.shape import Weight
-from offload_trainer.ranks import ALONE, Group, everybody, from_rank_zero, group_of, wait_for_all
+from offload_trainer.ranks import ALONE, Group, everybody, from_rank_zero, group_of
 from offload_trainer.storage.atomic_io import StoredFile, bytes_below, copy_tree, sync_directory, sync_file, write_text
 from offload_trainer.storage.locks import NoLocks, shared_lock
 from offload_trainer.storage.manifest import FORMAT, MANIFEST, Manifest, checked_manifest, refuse_other_run
@@ -101,7 +99,6 @@ class Checkpoints:
         if len(weights) > 0 and from_rank_zero(lambda: is_there(final / MANIFEST), bool):
             return  # a save failed after it was complete
         everybody().first(partial(self._make_room, weights))
-        wait_for_all()
         if weights:
             shapes = {weight.name: weight.shape for weight in sorted(weights, key=lambda weight: not weight.trainable)}
             snapshot: Snapshot = WeightsSnapshot(shapes, engine.named_master_parameters())
@@ -138,14 +135,14 @@ class Checkpoints:
         future.wait()
         self.saved = step
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> Self:
         """Open the group that the background thread communicates over. Collective: all ranks enter together."""
         self._beside_training = group_of(in_step=False)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Finish the save in progress if the run ends in order; abandon it if the run is aborting."""
-        in_order = isinstance(error, TrainerError) and getattr(error, "exit_code", 0) != LOST
+        in_order = isinstance(error, TrainerError) and error.exit_code != LOST
         if self._under_way and error is not None and not in_order:
             self._under_way[1].close()
             self._under_way = None

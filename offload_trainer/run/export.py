@@ -4,8 +4,6 @@ A source is a checkpoint, a session's model, or a directory in the same format. 
 one group of tensors where transformers fuses tensors that are separate on the hub.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -14,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import safe_open
@@ -88,7 +86,7 @@ class Source:
         every = ((name, self.read(name)) for name in self.shapes if name not in self.buffers)
         return chain(self.weights() if self.weights else every, self.buffers.items())
 
-    def with_buffers(self, given: Mapping[str, torch.Tensor] | None = None) -> Source:
+    def with_buffers(self, given: Mapping[str, torch.Tensor] | None = None) -> Self:
         """Return the source with buffers after the weights: those `given`, or from the file next to config.json."""
         path, held = self.model / BUFFERS, dict(given or {})
         if given is None and is_there(path):

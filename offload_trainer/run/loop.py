@@ -82,9 +82,7 @@ class Job:
     counted: IoCount | None = None  # drive counters after the last step, if its update was still running then
 
 
-def train(
-    job: Job, asked: StopRequest, *, begins: TrainState | None = None, checkpoint: Path | None = None
-) -> TrainState:
+def train(job: Job, asked: StopRequest, *, begins: TrainState | None, checkpoint: Path | None) -> TrainState:
     """Train until the last step or a stop signal; return the final state. `checkpoint` or the engine has the first."""
     state, every = begins or TrainState(step=0, tokens=0, data_position=0), job.train.eval_every
     if checkpoint is not None:
@@ -176,9 +174,8 @@ def _save_if_due(job: Job, state: TrainState, *, stopping: bool, wished: bool, e
 
 def _agree(job: Job, asked: StopRequest) -> tuple[int, bool, bool]:
     """Agree with all ranks on (stop signal or 0, checkpoint requested, background save finished). Collective."""
-    wished = False
-    if asked.save:
-        asked.save, wished = False, True
+    if wished := asked.save:
+        asked.save = False
     if job.telemetry:
         with suppress(OSError):  # no such file, a directory, or a file in a directory that is not writable
             job.save_request_file.unlink()
@@ -253,8 +250,6 @@ def learning_rate(step: int, section: OptimSection, *, steps: int) -> float:
     A `schedule_delay` of n gives each step the rate of the step n before it. With 1 the rates are those of
     transformers' schedules: the warm-up is ``lr * step / warmup``, and without one the decay begins at step 0 too.
     """
-    assert step >= 0, step
-    assert steps >= 1, steps
     last = steps - 1
     step = min(step, last) - section.schedule_delay
     warmup = round(_AUTO_WARMUP * steps) if section.warmup_steps == "auto" else section.warmup_steps

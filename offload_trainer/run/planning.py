@@ -6,8 +6,6 @@ No weights are loaded. This module supplies the inputs of `plan/planner.py` and 
 resumed. If a configuration does not fit, it tries fewer weight buffers, and looks for changes with which it would.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress

@@ -61,8 +61,8 @@ def refuse_missing(config: TrainConfig, *, data: bool = True) -> None:
         sources.refuse_missing_files(paths)
 
 
-def prepare_process(config: TrainConfig) -> int:
-    """Set the environment for this rank and return its number of CPU threads. Call it before torch is imported.
+def prepare_process(config: TrainConfig) -> None:
+    """Set the environment for this rank, such as its number of CPU threads. Call it before torch is imported.
 
     A command that plans or benchmarks for several ranks gets the threads of all of them. The OMP_NUM_THREADS=1 of
     torchrun is overridden. DeepSpeed's kernels load an OpenMP runtime that torch.set_num_threads does not affect.
@@ -74,8 +74,7 @@ def prepare_process(config: TrainConfig) -> int:
     alone = "RANK" not in os.environ
     ranks = config.placement.gpus if alone else local_world
     each = max(1, cores // ranks) if config.placement.threads == "auto" else config.placement.threads
-    threads = each * ranks if alone else each
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ["OMP_NUM_THREADS"] = str(each * ranks if alone else each)
     if config.placement.nvme:  # Threads that wait for others of a product would spin on cores that the update needs.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -93,7 +92,6 @@ def prepare_process(config: TrainConfig) -> int:
         os.environ["HF_HUB_OFFLINE"] = "1"  # no network at all unless a hub id asks for it
     if alone:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    return threads
 
 
 def _stay_near(rank: int, *, ranks: int) -> None:

@@ -1,13 +1,11 @@
 """Measurements of a step in this process, by a clock, the kernel or CUDA: seconds by phase, drive traffic, memory."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -78,9 +76,9 @@ class IoCount:
     read_bytes: int | None
     written_bytes: int | None
 
-    def __sub__(self, earlier: IoCount) -> IoCount:
+    def __sub__(self, earlier: Self) -> Self:
         pairs = zip(astuple(self), astuple(earlier), strict=True)
-        return IoCount(*(None if None in pair else pair[0] - pair[1] for pair in pairs))
+        return type(self)(*(None if None in pair else pair[0] - pair[1] for pair in pairs))
 
 
 def read_io() -> IoCount:

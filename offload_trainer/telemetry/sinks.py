@@ -70,16 +70,10 @@ class Telemetry:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        *,
-        done: int,
-        screen: Screen,
-        trackers: Sequence[str] = (),
-        config: Mapping[str, Any] | None = None,
+        self, directory: Path, *, done: int, screen: Screen, trackers: Sequence[str], config: Mapping[str, Any]
     ) -> None:
         """Open the files and start `trackers`, which get the configuration as section.key: value."""
-        self._screen, self._trackers = screen, Trackers(trackers, directory, config or {}, done=done, say=screen.say)
+        self._screen, self._trackers = screen, Trackers(trackers, directory, config, done=done, say=screen.say)
         self.page: Callable[[float | None], str] | None = None  # set by the run, which knows the plan
         self._report, self._page_due, self._page_failed = directory / "report.html", -math.inf, False
         self._metrics = JsonLines(directory / "metrics.jsonl", done=done)

@@ -201,7 +201,8 @@ def test_ranks_use_rates_of_as_many(words: tuple[str, ...], tmp_path: Path, monk
 
     def prepared(*more: str, **environment: str) -> int:
         monkeypatch.setattr(os, "environ", plain | environment)
-        return prepare_process(load_config([*words, *more]))
+        prepare_process(load_config([*words, *more]))
+        return int(os.environ["OMP_NUM_THREADS"])
 
     each = 3 if words else 64 // 6
     assert prepared("--gpus", "6") == 6 * each

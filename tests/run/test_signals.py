@@ -271,7 +271,7 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(at: int, mon
         commit=None,
         telemetry=None,
     )
-    state = loop.train(job, asked)
+    state = loop.train(job, asked, begins=None, checkpoint=None)
     assert state.step == at + 1
     assert saved[-1] == (at + 1, True)
     assert asked.stop == signal.SIGTERM

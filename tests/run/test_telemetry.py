@@ -205,16 +205,22 @@ def test_tails(tmp_path):
     assert read_metrics(tmp_path / "none.jsonl") == []
 
 
+def outputs_in(folder: Path, said: list[str], *, total: int = 4, done: int = 0) -> Telemetry:
+    """Return the outputs of a run without trackers in `folder`; the lines that they print go to `said`."""
+    screen = Screen(total, initial=done, say=said.append, bounds={}, drives=True)
+    return Telemetry(folder, done=done, screen=screen, trackers=(), config={})
+
+
 def test_telemetry_writes_both_files_and_resumes(tmp_path):
     messages = []
-    first = Telemetry(tmp_path, done=0, screen=Screen(4, initial=0, say=messages.append, bounds={}, drives=True))
+    first = outputs_in(tmp_path, messages)
     for step in (1, 2, 3):
         first.step(a_step(step))
     first.evaluation(EvalRecord(step=3, validation_loss=2.0, perplexity=math.exp(2.0)))
     first.close()
     assert messages[-1] == "validation after step 3: loss 2.0000  perplexity 7.3891"
 
-    again = Telemetry(tmp_path, done=2, screen=Screen(4, initial=2, say=messages.append, bounds={}, drives=True))
+    again = outputs_in(tmp_path, messages, done=2)
     for step in (3, 4):
         again.step(a_step(step, loss=1.0))
     again.evaluation(EvalRecord(step=4, validation_loss=1.0, perplexity=math.exp(1.0)))
@@ -497,7 +503,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def telemetry(folder: Path, *, total: int) -> tuple[Telemetry, list[str]]:
     """Return the outputs of a run in `folder`, with its page, and the lines that they print."""
     said: list[str] = []
-    outputs = Telemetry(folder, done=0, screen=Screen(total, initial=0, say=said.append, bounds={}, drives=True))
+    outputs = outputs_in(folder, said, total=total)
     outputs.page = lambda left: small_page(read_metrics(folder / "metrics.jsonl", most=800), progress=(100_000, left))
     return outputs, said
 

@@ -113,9 +113,8 @@ class ModelSource:
                 "the routers' loss (output_router_logits) gets no gradient through the reentrant checkpointing that "
                 "stock DeepSpeed needs for weights on NVMe: use --engine tiered"
             )
-        trainable = {weight.name: weight.trainable for weight in self.shape.weights}
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(trainable[name])
+        for weight in self.shape.weights:
+            model.get_parameter(weight.name).requires_grad_(weight.trainable)
         if self.shape.images:
             text_alone_requires_grads(model)
         if checkpointed:

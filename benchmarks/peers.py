@@ -160,8 +160,9 @@ def fsdp2(source: Any, config: Any) -> Any:
 def _filled(source: Any, dtype: Any) -> Any:
     """Return the module for training, with its weights."""
     from offload_trainer.model.pretrained import as_parameter
+    from offload_trainer.plan.planner import checkpointed_blocks
 
-    module = source.build(dtype=dtype)
+    module = source.build(dtype=dtype, checkpointed=checkpointed_blocks(source.section, source.shape))
     for name, value in source.weights():
         module.model.get_parameter(name).data.copy_(as_parameter(value, dtype))
     return module.train()

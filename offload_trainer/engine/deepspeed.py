@@ -28,7 +28,7 @@ from offload_trainer.common.stdio import write_now
 from offload_trainer.config import DeepSpeedSection, OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.protocol import StepResult
-from offload_trainer.model.init_weights import set_buffer
+from offload_trainer.model.init_weights import set_buffers
 from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.optim import state_files
@@ -245,8 +245,7 @@ class DeepSpeedEngine:
         for name, value in source.weights() if load_weights else ():
             # After initialize, because DeepSpeed would create masters from the rounded weights.
             self._write(name, "master" if name in self._trained else "fixed", value)
-        for name, value in source.buffers().items():  # the 16-bit engine (and zero.Init) may have rounded them
-            set_buffer(module.model, name, value.to(_device()))
+        set_buffers(module.model, source.buffers(), _device())  # the 16-bit engine, or zero.Init, may have rounded them
         self._module = module
         self._betas = optim.betas
         self._missed: dict[str, int] = {}  # steps that a weight had missed when it was loaded

@@ -18,7 +18,7 @@ from offload_trainer.config import OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.model.breadth_first import BreadthFirst
-from offload_trainer.model.init_weights import parameters_without_memory, set_buffer, without_values
+from offload_trainer.model.init_weights import parameters_without_memory, set_buffers, without_values
 from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.offloading.allocation import Drives, EngineParts
@@ -81,8 +81,7 @@ class TieredEngine:
             self._module = source.build(dtype=self._dtype, context=context, checkpointed=work.checkpointed)
             parameters = without_values(self._module.model, dtype=self._dtype, device=self._torch_device, separate=True)
             self._module.to(self._torch_device)
-            for name, value in source.buffers().items():
-                set_buffer(self._module.model, name, value.to(self._torch_device))
+            set_buffers(self._module.model, source.buffers(), self._torch_device)
             self.offloaded = OffloadedModel(self._module.model, parameters, parts, seed=source.seed)
             self.offloaded.loss_scale = LossScale.initial(work.dtype)
             stack.callback(self.offloaded.close)

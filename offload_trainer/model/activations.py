@@ -225,10 +225,24 @@ class _Count:
 
 
 class _Pass:
-    """The memory over time of a pass, traced with rows of several numbers and lengths."""
+    """The memory of a pass after each allocation or release, as it grows with rows and tokens, and the marks in it."""
 
     def __init__(self, traces: Sequence[AllocationTrace], *, length: int) -> None:
-        self._held, self._marks = _levels(traces, length)
+        """Take traces of rows x length, of twice the rows, and of twice the length.
+
+        If the number of operations depends on the length (a chunked recurrence), only memory at marks and the maxima
+        between them are known.
+        """
+        self._marks = traces[0].marks
+        if len({tuple(mark[:2] for mark in one.marks) for one in traces}) > 1:
+            raise ValueError("blocks run in another order for other rows")
+        if len({len(one.events) for one in traces}) == 1:
+            sizes = zip(*(one.events for one in traces), strict=True)
+            self._held = list(accumulate((_growth(*size, length=length) for size in sizes), initial=Growth()))
+        else:
+            sizes = zip(*(one.at_marks() for one in traces), strict=True)
+            self._held = [_fitted(*size, length=length) for size in sizes]
+            self._marks = [(what, number, 2 * place + 1) for place, (what, number, _) in enumerate(self._marks)]
         self._at = {(what, number): event for what, number, event in self._marks}
         self._end = len(self._held) - 1
 
@@ -324,24 +338,6 @@ def _only(model: PreTrainedModel, blocks: Sequence[str], numbers: Sequence[int])
 
 
 # -- how memory grows with rows and tokens ---------------------------------------------------------------------------
-
-
-def _levels(traces: Sequence[AllocationTrace], length: int) -> tuple[list[Growth], list[tuple[str, int, int]]]:
-    """Return the memory after each allocation or release, and the marks.
-
-    `traces` have rows x length, twice the rows, and twice the length. If the number of operations depends on the length
-    (a chunked recurrence), only memory at marks and the maxima between them are returned.
-    """
-    marks = traces[0].marks
-    if len({tuple(mark[:2] for mark in one.marks) for one in traces}) > 1:
-        raise ValueError("blocks run in another order for other rows")
-    if len({len(one.events) for one in traces}) == 1:
-        sizes = zip(*(one.events for one in traces), strict=True)
-        held = list(accumulate((_growth(*size, length=length) for size in sizes), initial=Growth()))
-    else:
-        held = [_fitted(*size, length=length) for size in zip(*(one.at_marks() for one in traces), strict=True)]
-        marks = [(what, number, 2 * place + 1) for place, (what, number, _) in enumerate(marks)]
-    return held, marks
 
 
 def _growth(base: int, rows: int, longer: int, *, length: int) -> Growth:

@@ -75,9 +75,7 @@ class BreadthFirst:
         self, inputs: torch.Tensor, targets: torch.Tensor, seed: int | None, count: int, positions: torch.Tensor | None
     ) -> Any:
         with self._saving():
-            if seed is not None:
-                torch.manual_seed(seed)
-            return self._loss.run(inputs, positions)
+            return self._loss.run(inputs, positions, seed=seed)
 
     def forward(self) -> None:
         """Run all micro-batches through all blocks."""

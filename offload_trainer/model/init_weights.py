@@ -7,7 +7,7 @@ outside the blocks) gets memory, is initialised by the model's own code, is yiel
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -195,9 +195,10 @@ def without_values(
     return made
 
 
-def set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Replace one of the model's registered buffers."""
-    owner, _, leaf = name.rpartition(".")
-    buffers = model.get_submodule(owner)._buffers
-    assert leaf in buffers, name
-    buffers[leaf] = value
+def set_buffers(model: nn.Module, values: Mapping[str, torch.Tensor], device: torch.device | str) -> None:
+    """Replace registered buffers of the model by `values`, moved to `device`."""
+    for name, value in values.items():
+        owner, _, leaf = name.rpartition(".")
+        buffers = model.get_submodule(owner)._buffers
+        assert leaf in buffers, name
+        buffers[leaf] = value.to(device)

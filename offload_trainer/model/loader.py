@@ -30,7 +30,6 @@ from offload_trainer.model.loss import CausalLoss, adds_router_loss
 from offload_trainer.model.presets import PRESETS, local_directory
 from offload_trainer.model.shape import block_names, model_shape
 from offload_trainer.model.tiny_model import refuse_crossing
-from offload_trainer.plan.planner import checkpointed_blocks
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.manifest import CONFIG
@@ -94,14 +93,13 @@ class ModelSource:
         context: AbstractContextManager[Any] | None = None,
         reentrant: bool = False,
         offload: bool = False,
-        checkpointed: int | None = None,
+        checkpointed: int = 0,
     ) -> CausalLoss:
         """Build the module with unset parameters in `dtype` and with its buffers as transformers computes them.
 
         `context` surrounds the construction (DeepSpeed's zero.Init, `parameters_without_memory`). `reentrant`: torch's
         reentrant checkpointing; `offload`: transformers moves its inputs to host memory, on the compute stream;
-        `checkpointed`: number of the first blocks that are checkpointed, None as the section says. Frozen parameters
-        are set, and weights are tied.
+        `checkpointed`: number of the first blocks that are checkpointed. Frozen parameters are set, and weights tied.
         """
         if torch.cuda.is_available():
             repeat_keys_where_needed()
@@ -110,16 +108,13 @@ class ModelSource:
         if hasattr(model.config, "rescale_every"):
             # outside training RWKV would divide its weights in place, to avoid fp16 overflow
             model.config.rescale_every = 0
-        if checkpointed is None:
-            checkpointed = checkpointed_blocks(self.section, self.shape)
         if reentrant and checkpointed and adds_router_loss(model):
             raise UserError(
                 "the routers' loss (output_router_logits) gets no gradient through the reentrant checkpointing that "
                 "stock DeepSpeed needs for weights on NVMe: use --engine tiered"
             )
-        trainable = {weight.name: weight.trainable for weight in self.shape.weights}
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(trainable[name])
+        for weight in self.shape.weights:
+            model.get_parameter(weight.name).requires_grad_(weight.trainable)
         if self.shape.images:
             text_alone_requires_grads(model)
         if checkpointed:

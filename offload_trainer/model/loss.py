@@ -104,9 +104,7 @@ class CausalLoss(nn.Module):
         count: int | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if seed is not None:
-            torch.manual_seed(seed)  # a recomputation restores the generators' state of the first computation
-        return self.of(self.run(inputs, positions), targets, count)
+        return self.of(self.run(inputs, positions, seed=seed), targets, count)
 
     def of(self, output: Any, targets: torch.Tensor, count: int | None = None) -> torch.Tensor:
         """Return the mean loss of what `run` returned."""
@@ -118,8 +116,10 @@ class CausalLoss(nn.Module):
         loss = self._in_chunks(type(output), output.last_hidden_state.flatten(0, 1), flat) / count
         return loss + self._added(output) if self._adds else loss
 
-    def run(self, inputs: torch.Tensor, positions: torch.Tensor | None = None) -> Any:
+    def run(self, inputs: torch.Tensor, positions: torch.Tensor | None = None, *, seed: int | None = None) -> Any:
         """Return the body's output, or the whole model's with the auxiliary loss in place of its loss."""
+        if seed is not None:
+            torch.manual_seed(seed)  # a recomputation restores the generators' state of the first computation
         given = {} if positions is None else {"position_ids": positions}
         if not self.whole:
             return self.model._modules[self._body](input_ids=inputs, use_cache=False, **given)

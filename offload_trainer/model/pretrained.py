@@ -37,7 +37,6 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMED = 5  # number of keys named in a note
 _MOST_LAYERS = 10_000  # each is a module; models of 1,000 have been published
 
-Shapes = Mapping[str, tuple[int, ...]]
 Read = Callable[[str], torch.Tensor]
 
 
@@ -48,7 +47,7 @@ class Group:
     sources: tuple[str, ...]
     convert: Callable[[Read], dict[str, torch.Tensor]]  # reads each source once
 
-    def shapes(self, sources: Shapes) -> dict[str, tuple[int, ...]]:
+    def shapes(self, sources: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Return the names and shapes of the results."""
         try:
             made = self.convert(lambda name: torch.empty(sources[name], device="meta"))

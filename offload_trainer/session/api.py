@@ -27,7 +27,7 @@ from offload_trainer.common.errors import UserError
 from offload_trainer.config import Home, RuleName, TrainConfig
 from offload_trainer.engine.tiered import open_parts
 from offload_trainer.model.images import class_names
-from offload_trainer.model.init_weights import meta_model, parameters_without_memory, set_buffer, without_values
+from offload_trainer.model.init_weights import meta_model, parameters_without_memory, set_buffers, without_values
 from offload_trainer.model.loader import resolve_model, save_model_config, write_config
 from offload_trainer.offloading.allocation import EngineParts
 from offload_trainer.offloading.model import OffloadedModel, refuse_other_default
@@ -198,8 +198,7 @@ def load(
             without, checkpointed = parameters_without_memory(), planned.plan.work.checkpointed
             model = source.build(dtype=parts.dtype, context=without, checkpointed=checkpointed).model
             uses = without_values(model, dtype=parts.dtype, device=parts.device.torch_device)
-            for key, value in source.buffers().items():
-                set_buffer(model, key, value.to(parts.device.torch_device))
+            set_buffers(model, source.buffers(), parts.device.torch_device)
             save_model_config(source, folder, dtype=parts.dtype, end_of_text=None)
             return model, uses, source.weights(), True
 

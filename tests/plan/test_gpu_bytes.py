@@ -23,7 +23,7 @@ from offload_trainer.model.init_weights import without_values
 from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.model.presets import PRESETS
 from offload_trainer.plan.memory import peak_of
-from offload_trainer.plan.planner import make_plan, workload
+from offload_trainer.plan.planner import checkpointed_blocks, make_plan, workload
 from offload_trainer.plan.shape import Activations, Growth, Part
 from offload_trainer.settings import load_config
 
@@ -78,7 +78,7 @@ def tracked(config: TrainConfig, source: ModelSource, *, session: bool = False) 
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
         # transformers would inspect values that do not exist; rows of consecutive positions are not packed.
         patch.setattr(masking_utils, "find_packed_sequence_indices", lambda *_: None)
-        module = source.build(dtype=torch.bfloat16)
+        module = source.build(dtype=torch.bfloat16, checkpointed=checkpointed_blocks(source.section, source.shape))
         module.train()
         module.summed = partial(module.summed, gpu=True)
         tokens = torch.zeros(config.train.micro_batch_size, config.data.seq_len, dtype=torch.int64)

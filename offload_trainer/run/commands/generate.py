@@ -15,7 +15,7 @@ from offload_trainer.common.units import format_bytes
 from offload_trainer.data.tokenizer import document_marks, load_tokenizer
 from offload_trainer.machine.probe import available_ram_bytes
 from offload_trainer.model.inference import empty_model, generate, read_as_called
-from offload_trainer.model.init_weights import set_buffer
+from offload_trainer.model.init_weights import set_buffers
 from offload_trainer.run.export import opened, opened_model
 
 
@@ -31,8 +31,7 @@ def inference_model(path: Path, *, say: Callable[[str], None]) -> Iterator[tuple
         model = empty_model(source.model)
         shapes = {name: shape for name, shape in source.shapes.items() if name not in source.buffers}
         size = sum(4 * math.prod(shape) for shape in shapes.values())
-        for name, buffer in source.buffers.items():
-            set_buffer(model, name, buffer)
+        set_buffers(model, source.buffers, "cpu")
         if size <= most:
             for name, tensor in source.each():
                 if name in shapes:

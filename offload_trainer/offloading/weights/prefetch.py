@@ -242,7 +242,7 @@ class WeightPrefetcher:
                     f"tiered.weight_buffers must be at least {several}, or the part smaller"
                 )
             self._start(unit, number)
-        self._rings.use(unit)
+        self._rings.put(unit, number)
         slot = self._slots[number]
         if slot.arrival is not None:
             slot.arrival.wait()

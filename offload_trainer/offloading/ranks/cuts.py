@@ -6,7 +6,7 @@ slot for each micro-batch is enough. A message says that the slot is filled.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,14 +58,9 @@ class Cuts:
         """Return whether this rank computes the block, or with `blocks` what follows them."""
         return self._owners[block] == self._node.rank
 
-    @contextmanager
-    def before(self, block: int) -> Iterator[None]:
+    def before(self, block: int) -> AbstractContextManager[Any]:
         """Wrap the code that precedes a block. It computes with absent weights if another rank computes the block."""
-        self._stream.absent = not self.here(block)
-        try:
-            yield
-        finally:
-            self._stream.absent = False
+        return patch.object(self._stream, "absent", not self.here(block))
 
     @contextmanager
     def evaluating(self, blocks: Sequence[nn.Module]) -> Iterator[None]:

@@ -91,13 +91,9 @@ class Cuts:
         for state, part in zip(_generators(), rest, strict=True) if forward else ():
             part.copy_(state)
         message = torch.tensor([2 * block + forward, micro_batch])
-        peer = self._owners[block + forward]
-
-        def tell() -> None:
-            self._waits.append(self._messages.begin([(peer, message)], []))
-
+        tell = partial(self._messages.begin, [(self._owners[block + forward], message)], [])
         into = room[: flat.nbytes].view(flat.dtype)
-        self._sent.append(followed(self._device.keep(flat, into), tell))
+        self._sent.append(followed(self._device.keep(flat, into), lambda: self._waits.append(tell())))
 
     def receive(self, like: Like, *, micro_batch: int, block: int, forward: bool) -> torch.Tensor:
         """Return what another rank sends, once it has come; in the forward, set the generators' state too."""

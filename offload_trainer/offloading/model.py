@@ -91,7 +91,7 @@ class OffloadedModel:
     def _watch_gradients(self, stack: ExitStack) -> None:
         """Register hooks that collect gradients and, on a CPU, hooks that return freed memory to the system."""
         uses = [(name, use) for name in self.trained for use in self.parameters[name]]
-        hooks = [use.register_post_accumulate_grad_hook(self._collect(name)) for name, use in uses]
+        hooks = [use.register_post_accumulate_grad_hook(partial(self._collect, name)) for name, use in uses]
         if not self._device.is_cuda:
             # glibc up to 2.37 cuts each aligned allocation out of a larger one and does not reuse the holes. A forward
             # through 24 blocks of GPT-2 leaves 570 MB of them, beside the largest tensors: the loss and the embeddings'
@@ -106,25 +106,22 @@ class OffloadedModel:
         for hook in hooks:
             stack.callback(hook.remove)
 
-    def _collect(self, name: str) -> Callable[[nn.Parameter], None]:
-        def hook(parameter: nn.Parameter) -> None:
-            with torch._C.DisableTorchFunctionSubclass():
-                gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
-            if gradient.layout is not torch.strided:
-                raise UserError(
-                    f"{name} got a sparse gradient, which AdamW does not take: make its embedding with sparse=False"
-                )
-            self._begin_backward()
-            if not self.adds_up and name in self.gradients.arrived:
-                raise UserError(
-                    f"{name} got a second gradient before its step, and gradient_accumulation_steps=1 keeps the sums "
-                    "in 16 bits: load the model with gradient_accumulation_steps=2, or leave that out, for sums in fp32"
-                )
-            self.sum_changes += 1
-            self.gradients.add(name, gradient, last=self.last)
-
-        return hook
+    def _collect(self, name: str, parameter: nn.Parameter) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if gradient.layout is not torch.strided:
+            raise UserError(
+                f"{name} got a sparse gradient, which AdamW does not take: make its embedding with sparse=False"
+            )
+        self._begin_backward()
+        if not self.adds_up and name in self.gradients.arrived:
+            raise UserError(
+                f"{name} got a second gradient before its step, and gradient_accumulation_steps=1 keeps the sums "
+                "in 16 bits: load the model with gradient_accumulation_steps=2, or leave that out, for sums in fp32"
+            )
+        self.sum_changes += 1
+        self.gradients.add(name, gradient, last=self.last)
 
     def keep_inputs(self, inputs: BlockInputs) -> None:
         """Offload the block inputs that activation checkpointing keeps to host memory."""

@@ -251,9 +251,7 @@ class Record:
         self._number = number
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        os.close(self._descriptor)
 
 
 def read_record(path: Path, *, most: int) -> bytes:

@@ -78,7 +78,7 @@ class StoreManifest:
 
 
 def manifest_of(
-    drives: Sequence[Path], units: Sequence[Unit], table: PageTable | PageStore, *, model: Path, run: str
+    drives: Sequence[Path], units: Sequence[Unit], table: PageTable, *, model: Path, run: str
 ) -> StoreManifest:
     """Return the manifest of the files of `drives`: the pages in them, and the weights."""
     places = [(place.weight, unit.index, place.start) for unit in units for place in unit.places]

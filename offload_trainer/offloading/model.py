@@ -551,9 +551,8 @@ class Activations:
 
     def close(self) -> None:
         """Wait for all copies, successful or not."""
-        for free in self._free:
-            with suppress(Exception):
-                free.wait()
+        with suppress(Exception):
+            together(self._free).wait()
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -340,8 +340,7 @@ class OffloadedModel:
     def drop(self) -> None:
         """Drop the gradient sums at any time, after waiting for gradients in flight."""
         self.gradients.finish()
-        self._cleared += 1
-        self.gradients.clear()
+        self.clear()
 
     def abandon(self) -> None:
         """Return to the state after the last step from any point of a forward or backward that failed."""

@@ -66,10 +66,6 @@ class StoreManifest:
         return state_format(self.rule, self.states, self.masters)
 
     @property
-    def table(self) -> PageTable:
-        return PageTable(self.pages, self.format)
-
-    @property
     def record(self) -> tuple[Path, int]:
         """Return the record's path and its maximum size in bytes."""
         pages = len(self.pages) * (1 + 8 * len(self.format.fields))
@@ -207,7 +203,8 @@ def refuse_outside(directory: Path, manifest: StoreManifest) -> None:
 
 def files_of(manifest: StoreManifest) -> list[Path]:
     """Return the page file on each drive; raise ValueError if one is missing or too short for its pages."""
-    files, table = [Path(drive) / "state" for drive in manifest.drives], manifest.table
+    files = [Path(drive) / "state" for drive in manifest.drives]
+    table = PageTable(manifest.pages, manifest.format)
     if outside := [home for home in table.homes if not 0 <= home < len(files)]:
         raise ValueError(f"{DESCRIPTION} has a page on drive {outside[0]} of {len(files)}")
     for home, file in enumerate(files):

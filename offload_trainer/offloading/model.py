@@ -276,7 +276,7 @@ class OffloadedModel:
         """Wait until the previous update has read the gradient sums, because the backward overwrites them."""
         # One rank does not wait for state that is still being written if pages are updated during this backward, which
         # begins when that update has ended. Other ranks could overwrite pages that rank 0's last record names.
-        if self.updater.speculates and self.node.world == 1:
+        if self.updater.announced is not None and self.node.world == 1:
             self.update_progress.wait_for_weights()
             self.stream.restore()
         else:

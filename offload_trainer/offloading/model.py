@@ -91,7 +91,7 @@ class OffloadedModel:
     def _watch_gradients(self, stack: ExitStack) -> None:
         """Register hooks that collect gradients and, on a CPU, hooks that return freed memory to the system."""
         uses = [(name, use) for name in self.trained for use in self.parameters[name]]
-        hooks = [use.register_post_accumulate_grad_hook(self._collect(name)) for name, use in uses]
+        hooks = [use.register_post_accumulate_grad_hook(partial(self._collect, name)) for name, use in uses]
         if not self._device.is_cuda:
             # glibc up to 2.37 cuts each aligned allocation out of a larger one and does not reuse the holes. A forward
             # through 24 blocks of GPT-2 leaves 570 MB of them, beside the largest tensors: the loss and the embeddings'
@@ -106,25 +106,22 @@ class OffloadedModel:
         for hook in hooks:
             stack.callback(hook.remove)
 
-    def _collect(self, name: str) -> Callable[[nn.Parameter], None]:
-        def hook(parameter: nn.Parameter) -> None:
-            with torch._C.DisableTorchFunctionSubclass():
-                gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
-            if gradient.layout is not torch.strided:
-                raise UserError(
-                    f"{name} got a sparse gradient, which AdamW does not take: make its embedding with sparse=False"
-                )
-            self._begin_backward()
-            if not self.adds_up and name in self.gradients.arrived:
-                raise UserError(
-                    f"{name} got a second gradient before its step, and gradient_accumulation_steps=1 keeps the sums "
-                    "in 16 bits: load the model with gradient_accumulation_steps=2, or leave that out, for sums in fp32"
-                )
-            self.sum_changes += 1
-            self.gradients.add(name, gradient, last=self.last)
-
-        return hook
+    def _collect(self, name: str, parameter: nn.Parameter) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if gradient.layout is not torch.strided:
+            raise UserError(
+                f"{name} got a sparse gradient, which AdamW does not take: make its embedding with sparse=False"
+            )
+        self._begin_backward()
+        if not self.adds_up and name in self.gradients.arrived:
+            raise UserError(
+                f"{name} got a second gradient before its step, and gradient_accumulation_steps=1 keeps the sums "
+                "in 16 bits: load the model with gradient_accumulation_steps=2, or leave that out, for sums in fp32"
+            )
+        self.sum_changes += 1
+        self.gradients.add(name, gradient, last=self.last)
 
     def keep_inputs(self, inputs: BlockInputs) -> None:
         """Offload the block inputs that activation checkpointing keeps to host memory."""
@@ -279,7 +276,7 @@ class OffloadedModel:
         """Wait until the previous update has read the gradient sums, because the backward overwrites them."""
         # One rank does not wait for state that is still being written if pages are updated during this backward, which
         # begins when that update has ended. Other ranks could overwrite pages that rank 0's last record names.
-        if self.updater.speculates and self.node.world == 1:
+        if self.updater.announced is not None and self.node.world == 1:
             self.update_progress.wait_for_weights()
             self.stream.restore()
         else:
@@ -343,8 +340,7 @@ class OffloadedModel:
     def drop(self) -> None:
         """Drop the gradient sums at any time, after waiting for gradients in flight."""
         self.gradients.finish()
-        self._cleared += 1
-        self.gradients.clear()
+        self.clear()
 
     def abandon(self) -> None:
         """Return to the state after the last step from any point of a forward or backward that failed."""
@@ -446,7 +442,6 @@ class _SavedInput:
     number: int
     shape: torch.Size
     values: torch.Tensor
-    filled: Future
 
 
 class Activations:
@@ -519,10 +514,10 @@ class Activations:
         if self._buffers[number].numel() < size:
             self._buffers[number] = host_buffer(size, pinned=self._device.is_cuda)
         values = self._buffers[number][:size].view(tensor.dtype)
-        filled = self._free[number] = self._device.keep(tensor.detach().view(-1), values)
-        kept = _SavedInput(self._forward, number, tensor.shape, values, filled)
+        self._free[number] = self._device.keep(tensor.detach().view(-1), values)
+        kept = _SavedInput(self._forward, number, tensor.shape, values)
         self._kept.append(kept)
-        self._downloads.append(filled)
+        self._downloads.append(self._free[number])
         if len(self._downloads) > INPUTS_UNDER_WAY:
             self._downloads.popleft().wait()  # otherwise inputs in flight would fill the device's memory
         return kept
@@ -548,15 +543,14 @@ class Activations:
 
     def _fetch(self, kept: _SavedInput) -> tuple[torch.Tensor, DeviceCopy]:
         values, after = torch.empty_like(kept.values, device=self._device.torch_device), self._device.mark()
-        arrival, read = self._device.copy_back(kept.values, values, after=after, ready=kept.filled)
-        self._free[kept.number] = together([self._free[kept.number], read])
+        ready = self._free[kept.number]  # the input's copy to the host, or a copy back that followed it
+        arrival, self._free[kept.number] = self._device.copy_back(kept.values, values, after=after, ready=ready)
         return values, arrival
 
     def close(self) -> None:
         """Wait for all copies, successful or not."""
-        for free in self._free:
-            with suppress(Exception):
-                free.wait()
+        with suppress(Exception):
+            together(self._free).wait()
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from offload_trainer.offloading.pages.manifest import files_of, read_description, read_newest
+from offload_trainer.offloading.pages.store import PageTable
 from offload_trainer.optim.kernel_api import zlib_sum
 from offload_trainer.storage.owned_dirs import ScratchDirectory
 
@@ -32,7 +33,7 @@ def stored_masters(lease: Path) -> tuple[int, dict[str, torch.Tensor]] | None:
     manifest, found = read_description(lease), dict[str, torch.Tensor]()
     if (newest := read_newest(manifest)) is None:
         return None
-    table, (copies, written) = manifest.table, newest.pages
+    table, (copies, written) = PageTable(manifest.pages, manifest.format), newest.pages
     sums = memoryview(written).cast("I")[:: len(table.format.fields)]  # checksums of masters, the first field
     files = [torch.from_numpy(np.fromfile(file, np.uint8)) for file in files_of(manifest)]
     for weight in manifest.weights:

@@ -86,7 +86,7 @@ def hold_up(ours: Any) -> None:
         return {unit for unit, lacking in gradients._missing.items() if not lacking}
 
     def wait(_: torch.Tensor) -> None:
-        if (ahead := updater._speculative) is not None:
+        if (ahead := updater.announced) is not None:
             units = complete()
             early = (n for n in updater.numbers if pages[n].home >= 0 or n in updater.shadows)
             wanted = {number for number in early if pages[number].unit in units}

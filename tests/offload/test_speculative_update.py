@@ -59,7 +59,7 @@ def test_pages_are_updated_before_the_backward_has_ended(home: str | list[str], 
         before = {number: held.clone() for number, held in state.items()}
 
         def look(_: torch.Tensor) -> None:
-            for number in sorted(updater._speculative.written):
+            for number in sorted(updater.announced.written):
                 valid[number] = store.copies.valid[number]
                 if number in state:
                     new_and_old[number] = state[number].clone(), updater.shadows[number].clone()
@@ -103,7 +103,7 @@ def test_a_step_that_is_decided_while_a_page_is_computed(
     decided, step, found, end = threading.Event(), [0], [], Updater._end_speculation
 
     def wait(updater: Updater, *_: Any, **__: Any) -> None:
-        if updater._speculative is not None and skipped in (0, step[0]):
+        if updater.announced is not None and skipped in (0, step[0]):
             assert decided.wait(300)
 
     def decide(updater: Updater) -> Any:
@@ -181,7 +181,7 @@ def test_seconds_during_the_backward_are_hidden(build: Build, monkeypatch: pytes
     slept = []
 
     def sleep(updater: Updater, *_: Any, **__: Any) -> None:
-        if updater._speculative is not None and not slept:
+        if updater.announced is not None and not slept:
             slept.append(time.sleep(0.1))
 
     run_before(monkeypatch.setattr, Updater, "_update_page", sleep)
@@ -323,7 +323,7 @@ def test_a_page_waits_for_its_own_units_event(home: str, build: Build, monkeypat
     found: list[bool] = []
 
     def look(_: Any, unit: int, *__: Any, after: Any) -> None:
-        if ours.offloaded.updater._speculative is not None:
+        if ours.offloaded.updater.announced is not None:
             found.append(after is dict(made)[unit])
 
     with build(home, UNCLIPPED, FULL, held=True, late=monkeypatch) as ours:
@@ -354,7 +354,7 @@ def test_copies_that_a_record_names_stay_if_the_next_one_fails(build: Build, mon
 
         def go(_: torch.Tensor) -> None:
             in_backward.set()
-            until(lambda: bool(updater._speculative.error or updater._speculative.written))
+            until(lambda: bool(updater.announced.error or updater.announced.written))
 
         train(ours, batches(2)[1:])
         ours.offloaded.parameters[FIRST][0].register_hook(go)
@@ -460,7 +460,7 @@ def test_a_page_that_is_expected_without_a_turn_is_updated_once(build: Build, mo
 
         def at_rest() -> bool:
             wanted = {number for number, page in enumerate(pages) if page.unit in moving._order}
-            if 0 not in moving._order or wanted != set(updater._speculative.written):
+            if 0 not in moving._order or wanted != set(updater.announced.written):
                 return False
             with moving._lock:  # each slot is free or holds a page that was read ahead
                 return len(moving._free) + len(moving._prefetched) == len(moving._slots)

@@ -346,7 +346,7 @@ def test_no_checkpoint_with_nan_is_saved_or_resumed(words: str, field: str, valu
             if field == "fixed":
                 state.weights.put(unit.index, place.start, torch.tensor([value]))
             else:
-                ((number, at, _),) = store._table.touched(unit.index, place.start, 1)
+                ((number, at, _),) = store.touched(unit.index, place.start, 1)
                 store.fields(number, store.in_memory(number))[field][at.start // store.format.fields[field].per] = value
             with pytest.raises(TrainerError, match=rf"{weight}: of {field}, 1 of .*the older ones are untouched") as no:
                 save(checkpoints, made, 3)

@@ -66,10 +66,6 @@ class StoreManifest:
         return state_format(self.rule, self.states, self.masters)
 
     @property
-    def table(self) -> PageTable:
-        return PageTable(self.pages, self.format)
-
-    @property
     def record(self) -> tuple[Path, int]:
         """Return the record's path and its maximum size in bytes."""
         pages = len(self.pages) * (1 + 8 * len(self.format.fields))
@@ -78,7 +74,7 @@ class StoreManifest:
 
 
 def manifest_of(
-    drives: Sequence[Path], units: Sequence[Unit], table: PageTable | PageStore, *, model: Path, run: str
+    drives: Sequence[Path], units: Sequence[Unit], table: PageTable, *, model: Path, run: str
 ) -> StoreManifest:
     """Return the manifest of the files of `drives`: the pages in them, and the weights."""
     places = [(place.weight, unit.index, place.start) for unit in units for place in unit.places]
@@ -207,7 +203,8 @@ def refuse_outside(directory: Path, manifest: StoreManifest) -> None:
 
 def files_of(manifest: StoreManifest) -> list[Path]:
     """Return the page file on each drive; raise ValueError if one is missing or too short for its pages."""
-    files, table = [Path(drive) / "state" for drive in manifest.drives], manifest.table
+    files = [Path(drive) / "state" for drive in manifest.drives]
+    table = PageTable(manifest.pages, manifest.format)
     if outside := [home for home in table.homes if not 0 <= home < len(files)]:
         raise ValueError(f"{DESCRIPTION} has a page on drive {outside[0]} of {len(files)}")
     for home, file in enumerate(files):
@@ -251,9 +248,7 @@ class Record:
         self._number = number
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        os.close(self._descriptor)
 
 
 def read_record(path: Path, *, most: int) -> bytes:

@@ -142,7 +142,7 @@ class PageCopies:
         self._sums[np.arange(len(newest)), self._newest] = given
 
 
-class PageStore:
+class PageStore(PageTable):
     """The optimizer state of a node, by page."""
 
     def __init__(self, parts: EngineParts) -> None:
@@ -150,14 +150,13 @@ class PageStore:
 
         All ranks of a node call it, and share RAM and files.
         """
-        self._table = table = PageTable(parts.homes.pages, parts.format)
-        self.pages, self.sizes, self.format, self.fields = table.pages, table.sizes, table.format, table.fields
+        super().__init__(parts.homes.pages, parts.format)
         node, device, count = parts.node, parts.device, parts.sizes.places
-        self._files = parts.drives.files("state", [count * size for size in table.sizes], table.homes)
+        self._files = parts.drives.files("state", [count * size for size in self.sizes], self.homes)
         self._transfers, self._device = parts.drives.transfers, device
-        self.copies = PageCopies(table, count=count, node=node, compute=parts.kernels[0].checksum)
-        self._memory = node.memory(size_of_home(table.sizes, table.homes, RAM))
-        self._on_device = device.buffer(size_of_home(table.sizes, table.homes, DEVICE), torch.uint8)
+        self.copies = PageCopies(self, count=count, node=node, compute=parts.kernels[0].checksum)
+        self._memory = node.memory(size_of_home(self.sizes, self.homes, RAM))
+        self._on_device = device.buffer(size_of_home(self.sizes, self.homes, DEVICE), torch.uint8)
         if self._on_device.numel():
             device.reached().wait()  # other streams may write there only after it has been set to zero
         # Masters of pages on drives that `get` and `put` have opened, by page and copy, and those changed.
@@ -168,19 +167,19 @@ class PageStore:
         """Return the bytes of a page in RAM (uint8), or None for another tier."""
         if self.pages[number].home != RAM:
             return None
-        return self._memory[self._table.offset(number) :][: self.sizes[number]]
+        return self._memory[self.offset(number) :][: self.sizes[number]]
 
     def on_device(self, number: int) -> torch.Tensor | None:
         """Return the bytes of a page on the device (uint8), or None. They are updated on the side stream."""
         if self.pages[number].home != DEVICE:
             return None
-        return self._on_device[self._table.offset(number) :][: self.sizes[number]]
+        return self._on_device[self.offset(number) :][: self.sizes[number]]
 
     def buffers(self, count: int) -> list[torch.Tensor]:
         """Return at most `count` host buffers (uint8), each large enough for any page on the device or on drives."""
-        sizes = zip(self._table.sizes, self._table.homes, strict=True)
+        sizes = zip(self.sizes, self.homes, strict=True)
         staged = [size for size, home in sizes if on_drive(home) or home == DEVICE]
-        pinned = self._device.is_cuda and DEVICE in self._table.homes
+        pinned = self._device.is_cuda and DEVICE in self.homes
         return [host_buffer(max(staged), pinned=pinned) for _ in range(min(count, len(staged)))]
 
     def read(self, number: int, buffer: torch.Tensor, *, copy: int | None = None) -> Future:
@@ -218,7 +217,7 @@ class PageStore:
             file.sync()
 
     def _where(self, number: int, copy: int) -> tuple[DriveFile, int]:
-        return self._files[self.pages[number].home], self._table.offset(number, copy=copy)
+        return self._files[self.pages[number].home], self.offset(number, copy=copy)
 
     def _copy(self, values: torch.Tensor, into: torch.Tensor) -> Future:
         """Copy to or from the device on the side stream, in order with the updates there."""
@@ -247,13 +246,13 @@ class PageStore:
     def get(self, unit: int, start: int, count: int) -> torch.Tensor:
         """Return a copy of a unit's masters (fp32) from `start` on; on other nodes' pages they are uninitialised."""
         out = torch.empty(count, dtype=torch.float32)
-        for number, held, given in self._table.touched(unit, start, count):
+        for number, held, given in self.touched(unit, start, count):
             out[given].copy_(self._masters(number, modify=False)[held])
         return out
 
     def put(self, unit: int, start: int, values: torch.Tensor) -> None:
         """Set a unit's masters to `values` (fp32, 1-D) from `start` on, where this node has them; then `flush`."""
-        for number, held, given in self._table.touched(unit, start, values.numel()):
+        for number, held, given in self.touched(unit, start, values.numel()):
             self._masters(number, modify=True)[held].copy_(values[given])
 
     def flush(self) -> None:

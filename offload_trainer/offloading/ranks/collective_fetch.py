@@ -30,7 +30,7 @@ class Turn:
     def __init__(self) -> None:
         self.destination = Future()  # the destination is known and may be overwritten
         self.begun = Future()
-        self.decided = self.together = False
+        self.together: bool | None = None  # what the ranks have decided
 
     def run(self, work: Callable[[], object]) -> Future:
         """Declare that the destination is known, and run `work` once, on a thread, at this rank's turn."""
@@ -64,7 +64,6 @@ class Turns:
 
         def decide() -> None:
             turn.together = self._all_announce(unit)
-            turn.decided = True
             if turn.together:
                 self._fetching.put(ending(turn.begun, turn.destination.wait))
             else:
@@ -89,7 +88,7 @@ class Turns:
         for turn in self._waiting:
             if not turn.destination.done:
                 turn.destination.finish_part(closed)
-            if not turn.decided:
+            if turn.together is None:
                 turn.begun.finish_part(closed)
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ slot for each micro-batch is enough. A message says that the slot is filled.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,14 +58,9 @@ class Cuts:
         """Return whether this rank computes the block, or with `blocks` what follows them."""
         return self._owners[block] == self._node.rank
 
-    @contextmanager
-    def before(self, block: int) -> Iterator[None]:
+    def before(self, block: int) -> AbstractContextManager[Any]:
         """Wrap the code that precedes a block. It computes with absent weights if another rank computes the block."""
-        self._stream.absent = not self.here(block)
-        try:
-            yield
-        finally:
-            self._stream.absent = False
+        return patch.object(self._stream, "absent", not self.here(block))
 
     @contextmanager
     def evaluating(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
@@ -96,13 +91,9 @@ class Cuts:
         for state, part in zip(_generators(), rest, strict=True) if forward else ():
             part.copy_(state)
         message = torch.tensor([2 * block + forward, micro_batch])
-        peer = self._owners[block + forward]
-
-        def tell() -> None:
-            self._waits.append(self._messages.begin([(peer, message)], []))
-
+        tell = partial(self._messages.begin, [(self._owners[block + forward], message)], [])
         into = room[: flat.nbytes].view(flat.dtype)
-        self._sent.append(followed(self._device.keep(flat, into), tell))
+        self._sent.append(followed(self._device.keep(flat, into), lambda: self._waits.append(tell())))
 
     def receive(self, like: Like, *, micro_batch: int, block: int, forward: bool) -> torch.Tensor:
         """Return what another rank sends, once it has come; in the forward, set the generators' state too."""

@@ -189,7 +189,7 @@ class PagePipeline:
             page.loaded.wait()
             self._free_slot(page)
 
-    def begin(self, *, after: Any, skip: Container[int] = ()) -> None:
+    def begin(self, *, after: Any, skip: Container[int]) -> None:
         """Stage all pages except `skip`; all gradients are complete after the event `after`."""
         with self._lock:
             self._after, self._offered_to, self._prefetching = after, None, False
@@ -429,7 +429,8 @@ class Updater:
         self._overlap_backward = sizes.ahead
         self._owners = {unit.index: owner for owner, stage in parts.stages for unit in stage}
         self._pending_writes: dict[int, PendingWrite] = {}  # pages of the current update that are being written back
-        self._speculative: SpeculativeStep | None = None  # the speculative updates of the step that is announced
+        # The updates of the step that is announced; they begin only after the current update has ended.
+        self.announced: SpeculativeStep | None = None
         self._failed: BaseException | None = None  # the error of the last update on the thread
         self._thread = Workers(1, "update") if sizes.overlap else None
         if self._thread is not None:
@@ -549,19 +550,14 @@ class Updater:
         Pages on drives and pages with shadow memory are updated as soon as its last backward completes their gradients.
         """
         assert self._thread is not None
-        assert self._speculative is None
-        self._speculative = SpeculativeStep(params)
-        self._thread.put(partial(self._update_offered, self._speculative))
-
-    @property
-    def speculates(self) -> bool:
-        """Return whether a step is announced whose pages are updated only after the current update has ended."""
-        return self._speculative is not None
+        assert self.announced is None
+        self.announced = SpeculativeStep(params)
+        self._thread.put(partial(self._update_offered, self.announced))
 
     def begin_last_backward(self) -> None:
         """Take complete units of an announced step from its last backward on; for others prefetch the first pages."""
-        if self._speculative is not None:
-            self._gradients.report_to(partial(self.pipeline.offer, self._speculative), owners=self._owners)
+        if self.announced is not None:
+            self._gradients.report_to(partial(self.pipeline.offer, self.announced), owners=self._owners)
         else:
             self._gradients.report_to(None, owners={})  # nothing would take the units, step after step
             self.pipeline.prefetch()
@@ -575,7 +571,7 @@ class Updater:
 
     def _end_speculation(self) -> SpeculativeStep | None:
         """Return the speculative updates of the current step, and stop accepting pages."""
-        speculative, self._speculative = self._speculative, None
+        speculative, self.announced = self.announced, None
         if speculative is not None:
             self.pipeline.interrupt()
         return speculative

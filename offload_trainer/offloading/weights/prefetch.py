@@ -6,9 +6,10 @@ need a buffer too; others there are used in place, and are NaN while an update c
 says more.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,8 +121,8 @@ class WeightPrefetcher:
             waited = [unit for unit in units if unit in self._in_place and overlaps]
             self._make_room(fetched)
             if fetched or waited:
-                saves = not isinstance(module, nn.Embedding)
-                module.register_forward_pre_hook(self._before(fetched, waited, saves=saves))
+                hook = partial(self._before, fetched, waited, saves=not isinstance(module, nn.Embedding))
+                module.register_forward_pre_hook(autograd.not_compiled(hook))
 
     def _make_room(self, together: Sequence[int]) -> None:
         """Note the units that one module uses together. Raises UserError if there are too few buffers."""
@@ -136,34 +137,30 @@ class WeightPrefetcher:
                 )
             self._rings.together[kind] = max(several, self._rings.together[kind])
 
-    def _before(self, fetched: Sequence[int], waited: Sequence[int], *, saves: bool) -> Callable[..., None]:
-        """Return a forward pre-hook that fetches units, and waits for the updates of others.
+    def _before(self, fetched: Sequence[int], waited: Sequence[int], *_: Any, saves: bool) -> None:
+        """Fetch the units that a module needs before its forward, and wait for the updates of others.
 
         `saves`: autograd saves the module's weights. It saves no embedding's, which PEFT's prompt tuning calls alone.
         """
-
-        def hook(*_: Any) -> None:
-            self._called.update(waited)
-            if self.absent:
-                return
-            if fetched:
-                if saves and autograd.unprotected() and not autograd.in_backward():
-                    raise UserError(
-                        "a part of an offloaded model was called by itself, and its weights would not stay for the "
-                        "backward: call the model as a whole, or do it inside session.micro_batch() or torch.no_grad()"
-                    )
-                if autograd.saves_selected_results():
-                    raise UserError(
-                        "selective checkpointing (context_fn) would save views of weights that come and go: use "
-                        "checkpoint(..., use_reentrant=False) without it"
-                    )
-            for unit in fetched:
-                self._note_recomputation(unit)
-                with autograd.without_modes():
-                    self.need(unit)
-            self.restore(waited)
-
-        return autograd.not_compiled(hook)
+        self._called.update(waited)
+        if self.absent:
+            return
+        if fetched:
+            if saves and autograd.unprotected() and not autograd.in_backward():
+                raise UserError(
+                    "a part of an offloaded model was called by itself, and its weights would not stay for the "
+                    "backward: call the model as a whole, or do it inside session.micro_batch() or torch.no_grad()"
+                )
+            if autograd.saves_selected_results():
+                raise UserError(
+                    "selective checkpointing (context_fn) would save views of weights that come and go: use "
+                    "checkpoint(..., use_reentrant=False) without it"
+                )
+        for unit in fetched:
+            self._note_recomputation(unit)
+            with autograd.without_modes():
+                self.need(unit)
+        self.restore(waited)
 
     def _note_recomputation(self, unit: int) -> None:
         """Protect a checkpointed part's units, of which plain views are saved, until another part is recomputed."""
@@ -242,7 +239,7 @@ class WeightPrefetcher:
                     f"tiered.weight_buffers must be at least {several}, or the part smaller"
                 )
             self._start(unit, number)
-        self._rings.use(unit)
+        self._rings.put(unit, number)
         slot = self._slots[number]
         if slot.arrival is not None:
             slot.arrival.wait()

@@ -43,14 +43,8 @@ class Rings:
         """Return the index of the unit's buffer, or None if the unit is not on the device."""
         return next((number for number, slot in enumerate(self.slots) if slot.unit == unit), None)
 
-    def use(self, unit: int) -> None:
-        """Mark the unit as used now."""
-        number = self.slot_of(unit)
-        assert number is not None
-        self.put(unit, number)
-
     def put(self, unit: int, number: int) -> None:
-        """Record that the unit is being fetched into buffer `number`."""
+        """Record that the unit is being fetched into buffer `number`, or is used there now."""
         self._clock += 1  # a fetch counts as a use, otherwise the next fetch would evict it
         self.slots[number].unit, self.slots[number].used = unit, self._clock
 
@@ -135,15 +129,14 @@ def fetches(units: Sequence[Unit], order: Sequence[int], *, blocks: int, times: 
             break
         found.append([])
         for done, (place, unit) in enumerate(needed, 1):
-            if rings.slot_of(unit) is None:
+            if (room := rings.slot_of(unit)) is None:
                 room = rings.room_for(unit)
                 assert room is not None
-                rings.put(unit, room)
                 coming.add(unit)
             if unit in coming:
                 coming.remove(unit)
                 found[-1].append((unit, place))
-            rings.use(unit)
+            rings.put(unit, room)
             look_ahead(unit, done)
     return [(unit, number * len(order) + place) for number, each in enumerate(found) for unit, place in each]
 

@@ -19,7 +19,7 @@ from offload_trainer.common.units import format_bytes, format_count
 from offload_trainer.config import DeepSpeedSection, PlacementSection
 from offload_trainer.plan import communication, step_time
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.memory import ACTIVATIONS, LONG, activation_items, input_items, mapped_from, process_items
+from offload_trainer.plan.memory import ACTIVATIONS, LONG, activation_items, mapped_from, process_items
 from offload_trainer.plan.shape import ModelShape, decay_groups
 from offload_trainer.plan.step_time import DEVICE_COPIES, Bound, Costs, Traffic, computing_bounds, update_rate
 from offload_trainer.plan.tiers import RAM_NAME, Item, Placement, TierKind, kind_asked
@@ -281,8 +281,7 @@ class DeepSpeedCandidate:
         # Stages 2 and 3 free a gradient when it is reduced, but a tied head's waits for the embedding's.
         reduced = self.placement.stage > 1
         waiting = e * reduced * sum(one.numel for one in work.shape.weights if one.trainable and one.uses > 1)
-        kept = [replace(item, bytes=here * item.bytes) for item in input_items(work, self.machine)]
-        model = [*activation_items(work, self.machine, kept=kept, gradients=reduced, waiting=waiting, tied_sum=waiting)]
+        model = [*activation_items(work, self.machine, gradients=reduced, waiting=waiting, tied_sum=waiting)]
         items = process_items(self.machine, here=here, what="torch, transformers and DeepSpeed")
         if self.machine.gpu is None:
             each, why = _HOLES_OF_LONG_ROWS, f" of allocations below {format_bytes(mapped_from(row))}, in each process"

@@ -153,11 +153,11 @@ class MachineProfile:
     def drive(self, directory: str) -> DriveFacts | None:
         return next((drive for drive in self.drives if drive.directory == directory), None)
 
-    def rates_of(self, drive: DriveFacts) -> tuple[float, float]:
-        """Return the bytes per second read from and written to a drive alone; 200 MB/s each if it was not timed."""
-        same = [one.rates for one in self.drives if one.rates and drive.disk and one.disk == drive.disk]
-        rates = drive.rates or next(iter(same), None)
-        return (rates.read.value, rates.write.value) if rates else (200e6, 200e6)
+    def write_rate(self, drive: DriveFacts) -> float:
+        """Return the bytes per second written to a drive alone; 200 MB/s if it was not timed."""
+        same = (one.rates for one in self.drives if one.rates and drive.disk and one.disk == drive.disk)
+        rates = drive.rates or next(same, None)
+        return rates.write.value if rates else 200e6
 
     def lacks(self, package: str) -> bool:
         """Return whether `package` is known to be missing on the machine."""

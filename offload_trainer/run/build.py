@@ -154,7 +154,7 @@ def build_job(
     if section.streamed:
         data.tokens.remember(output / POINTS, writes=log.loud)
     peak = setup.machine.rates.matmul.get(dtype)
-    need, (_, write) = checkpoint_bytes(setup.plan.work), setup.machine.rates_of(setup.machine.output)
+    need, write = checkpoint_bytes(setup.plan.work), setup.machine.write_rate(setup.machine.output)
     telemetry = _telemetry(setup, done=begins.step if begins else 0) if log.loud else None
     if telemetry:
         stack.callback(telemetry.close)

@@ -9,7 +9,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, field
+from dataclasses import field
 from functools import reduce
 from importlib.resources import files
 from pathlib import Path
@@ -137,9 +137,6 @@ class MachineProfile:
     rates: Rates = field(default_factory=Rates)
     links: Links = field(default_factory=Links)
     notes: tuple[Line, ...] = ()  # sentences that every plan for this machine prints
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @property
     def device(self) -> str:

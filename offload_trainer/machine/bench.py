@@ -568,8 +568,7 @@ def run_rank(rank: int, ranks: int, folder: Path) -> None:
             if gpu:
                 torch.cuda.synchronize()
             taken.append(max(all_ranks.all_gather_json(time.perf_counter() - start)))
-        how = f"{format_bytes(moved)} for each of {ranks} ranks at once, the slowest, median of {_TIMES}"
-        return Rate(moved / median(taken[1:]), "measured", f"{what}: {how}")
+        return _rate(moved, taken[1:], f"{what}: {format_bytes(moved)} for each of {ranks} ranks at once, the slowest")
 
     gather = partial(all_ranks.all_gather_parts, device[:whole], rank, group=between)
     found = Links(

@@ -16,7 +16,7 @@ from offload_trainer.common.units import format_bytes, format_count
 from offload_trainer.plan.machine import MachineProfile, Rate, layer_key, update_key
 from offload_trainer.plan.memory import mapped_from
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.tiered.layout import TierMap, Unit, first_block
+from offload_trainer.plan.tiered.layout import TierMap, first_block
 from offload_trainer.plan.tiers import DEVICE, on_drive
 from offload_trainer.plan.workload import Workload
 
@@ -393,13 +393,10 @@ class UnitShare:
     block: bool = False
 
 
-def parts_of(units: Sequence[Unit], homes: TierMap | None = None) -> list[UnitShare]:
-    """Return the shares in the order of the forward. Modules before the blocks are lookups; a tied head is added.
-
-    `homes` says whose state is on the device; without it, none is.
-    """
-    first, there = first_block(units), Counter[int]()
-    for one in homes.cut.groups if homes else ():
+def parts_of(homes: TierMap) -> list[UnitShare]:
+    """Return the shares in the order of the forward. Modules before the blocks are lookups; a tied head is added."""
+    units, first, there = homes.units, first_block(homes.units), Counter[int]()
+    for one in homes.cut.groups:
         there[one.page.unit] += one.elements * (one.page.home == DEVICE)
     inside = there.total() or 1
     outside = sum(unit.trained for unit in units) - there.total() or 1
@@ -432,11 +429,11 @@ class EarlyPages:
         return self.on_drives + self.in_ram
 
 
-def early_pages(units: Sequence[Unit], homes: TierMap, *, copying: float, buffers: int) -> EarlyPages:
+def early_pages(homes: TierMap, *, copying: float, buffers: int) -> EarlyPages:
     """Return the pages that a layout lets the backward update. Half of the `buffers` read for the next forward."""
     outside = sum(one.elements for one in homes.cut.groups if one.page.home != DEVICE) or 1
     on_drives = [one for one in homes.cut.groups if on_drive(one.page.home)]
-    away, first = sum(one.elements for one in on_drives), first_block(units)
+    away, first = sum(one.elements for one in on_drives), first_block(homes.units)
     return EarlyPages(
         away / outside,
         sum(homes.pages[number].elements for number in homes.shadows) / outside,

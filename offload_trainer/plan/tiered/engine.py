@@ -418,7 +418,7 @@ class TieredCandidate:
         # An update that overlaps has one core of a CPU that computes the model, also for products of matrices.
         if not sizes.overlap and ((work.state.rule.matrices and not gpu) or self.section.overlap != "auto"):
             return sizes, found
-        overlap = step_time.Overlap(found, step_time.parts_of(self.units, self._laid_out), work.passes, gpu)
+        overlap = step_time.Overlap(found, step_time.parts_of(self._laid_out), work.passes, gpu)
         early = work.world == 1 and self.placement.params != TierKind.DRIVES
         pages = sum(group.count for group in self._laid_out.cut.groups if on_drive(group.page.home))
         hidden = overlap.hidden(read=overlap.read_before_update(pages, buffers=sizes.page_buffers) if early else 0.0)
@@ -442,7 +442,7 @@ class TieredCandidate:
         each = 2 * self.work.state.mean_bytes(self.work.shape) + 4  # the gradient and the weight have 16 bits
         moved = memory.value if memory is not None else (step_time.update_rate(self.work, self.machine) or 0.0) * each
         copying = size / moved if moved else 0.0
-        early = step_time.early_pages(self.units, homes, copying=copying, buffers=sizes.page_buffers)
+        early = step_time.early_pages(homes, copying=copying, buffers=sizes.page_buffers)
         done, saved, first = overlap.ahead(early)
         left = overlap.left_after(done, early)
         update, rest = (one.found.seconds["update"] or 0.0 for one in (overlap, left))

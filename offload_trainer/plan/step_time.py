@@ -77,9 +77,8 @@ class Forecast:
         return {**self.seconds, "update": 0.0, "wait": update - self.hidden}
 
     def slowest(self, phase: str) -> Bound:
-        """Return the phase's slowest bound; if nothing was measured, one without a kind."""
-        known = [bound for bound in self.bounds if bound.phase == phase and bound.seconds is not None]
-        return max(known, key=lambda bound: bound.seconds or 0.0, default=Bound(phase, None, "not timed", ""))
+        """Return the slowest bound of a phase whose seconds are known."""
+        return max((one for one in self.bounds if one.phase == phase), key=lambda bound: bound.seconds or 0.0)
 
 
 @dataclass(frozen=True)

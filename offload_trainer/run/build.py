@@ -218,7 +218,7 @@ _WAITED_FOR = {"adamw": "arithmetic on the CPU", "adamw_gpu": "arithmetic on the
 def _telemetry(setup: Setup, *, done: int) -> Telemetry:
     plan = setup.plan
     kinds = {phase: plan.forecast.slowest(phase).kind for phase, known in plan.forecast.seconds.items() if known}
-    bounds = {phase: _WAITED_FOR.get(kind, kind) for phase, kind in kinds.items() if kind}
+    bounds = {phase: _WAITED_FOR.get(kind, kind) for phase, kind in kinds.items()}
     if plan.forecast.behind and "update" in bounds:
         bounds["wait"] = bounds["update"]
     screen = Screen(setup.config.train.steps, initial=done, say=setup.log.say, bounds=bounds, drives=plan.uses_drives)

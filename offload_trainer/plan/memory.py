@@ -43,7 +43,7 @@ def reserve_items(machine: MachineProfile, *, here: int) -> list[Item]:
     return [Item(GPU_NAME, "reserve", gpu_reserve(machine) * here, why)]
 
 
-def process_items(machine: MachineProfile, *, here: int = 1, what: str = "torch and transformers") -> list[Item]:
+def process_items(machine: MachineProfile, *, here: int, what: str = "torch and transformers") -> list[Item]:
     """Return the RAM of `here` processes on a machine."""
     each = PROCESS - LIBRARIES + CUDA_PROCESS * (machine.gpu is not None)
     return [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
 
@@ -85,11 +85,11 @@ class Forecast:
 class Costs:
     """The time that one placement of an engine takes in addition to the model's computation."""
 
-    traffic: Sequence[Traffic] = ()
-    bounds: Sequence[Bound] = ()  # bounds that do not follow from computation and traffic
-    links: Sequence[Traffic] = ()  # between ranks, for display; their time is in `bounds` and `on_top`
+    traffic: Sequence[Traffic]
+    bounds: Sequence[Bound]  # bounds that do not follow from computation and traffic
+    links: Sequence[Traffic]  # between ranks, for display; their time is in `bounds` and `on_top`
+    on_top: Mapping[str, float]  # seconds of a phase in addition to its slowest bound
     stretch: float = 1.0  # the update's drive time exceeds simultaneous reading and writing of its bytes by this factor
-    on_top: Mapping[str, float] = field(default_factory=dict)  # seconds of a phase in addition to its slowest bound
     waits: Sequence[Bound] = ()  # waits between ranks that `on_top` includes, for display
 
 
@@ -107,7 +107,7 @@ def forecast(work: Workload, machine: MachineProfile, costs: Costs) -> Forecast:
             moving = [replace(bound, lost=0.0) for bound in moving]
         every += moving
         known = _longest([bound for bound in every if bound.phase == phase])
-        found[phase] = None if known is None else known + costs.on_top.get(phase, 0.0)
+        found[phase] = None if known is None else known + costs.on_top[phase]
     return Forecast(found, tuple(every))
 
 

@@ -278,10 +278,8 @@ class DeepSpeedCandidate:
         - The start with AutoTP, which shards weights that were built whole.
         """
         work, e, here, row = self.work, self.work.item_bytes, self.work.here, self.work.seq_len
-        # Stages 2 and 3 free a gradient when it is reduced, but a tied head's waits for the embedding's.
-        reduced = self.placement.stage > 1
-        waiting = e * reduced * sum(one.numel for one in work.shape.weights if one.trainable and one.uses > 1)
-        model = [*activation_items(work, self.machine, gradients=reduced, waiting=waiting, tied_sum=waiting)]
+        # Stages 2 and 3 free a gradient when it is reduced.
+        model = [*activation_items(work, self.machine, gradients=self.placement.stage > 1, sums_tied=True)]
         items = process_items(self.machine, here=here, what="torch, transformers and DeepSpeed")
         if self.machine.gpu is None:
             each, why = _HOLES_OF_LONG_ROWS, f" of allocations below {format_bytes(mapped_from(row))}, in each process"

@@ -52,10 +52,12 @@ def process_items(machine: MachineProfile, *, here: int, what: str = "torch and 
     ]
 
 
-def activation_items(
-    work: Workload, machine: MachineProfile, *, gradients: bool, waiting: int, tied_sum: int
-) -> Iterator[Item]:
-    """Yield the activations at the peak of a micro-batch, with the offloaded block inputs, and libraries."""
+def activation_items(work: Workload, machine: MachineProfile, *, gradients: bool, sums_tied: bool) -> Iterator[Item]:
+    """Yield the activations at the peak of a micro-batch, with the offloaded block inputs, and libraries.
+
+    `gradients`: the engine takes each gradient when it is complete; a tied head's waits for the embedding's.
+    `sums_tied`: autograd adds these two to a new tensor.
+    """
     shape, world, gpu, device = work.shape, work.here, machine.gpu is not None, partial(Item, machine.device)
     counted = shape.on_gpu if gpu else shape.on_cpu
     pieces = loss_pieces(shape.vocabulary, chunk=work.loss_chunk, gpu=gpu)
@@ -64,7 +66,9 @@ def activation_items(
         of_rank = divided(of_rank, work.tensor)
     if shape.images:
         of_rank = replace(of_rank, images=image_part(work))
-    one = partial(peak_of, of_rank, work, gradients=gradients, waiting=waiting, tied_sum=tied_sum)
+    tied = sum(weight.numel for weight in shape.weights if weight.trainable and weight.uses > 1)
+    waiting = work.item_bytes * tied * gradients
+    one = partial(peak_of, of_rank, work, gradients=gradients, waiting=waiting, tied_sum=waiting * sums_tied)
     peaks = [one(rank=rank) for rank in range(work.pipeline)]
     peak = max(peaks, key=lambda peak: peak.bytes)
     how = peak.when if counted else f"{peak.when}; a rough estimate for this architecture"

@@ -73,9 +73,8 @@ def tiered_items(work: Workload, homes: TierMap, sizes: spec.TierSizes, machine:
     if stored and work.checkpoints != 0:
         why = f"{spec.SAVE_BUFFERS} pages being written to a checkpoint"
         yield ram("save buffers", here * spec.SAVE_BUFFERS * stored, why)
-    tied = sum(weight.numel for weight in work.shape.weights if weight.trainable and weight.uses > 1)
-    added = e * tied if work.checkpoints is None else 0  # only a session's modules share one parameter
-    model = [*activation_items(work, machine, gradients=True, waiting=e * tied, tied_sum=added)]
+    # Only a session's modules share one parameter.
+    model = [*activation_items(work, machine, gradients=True, sums_tied=work.checkpoints is None)]
     yield from model
     if work.keeps_heap:
         why = "freed memory that malloc keeps for reuse, since RAM has room for it; measured, not computed"

@@ -72,7 +72,10 @@ def activation_items(work: Workload, machine: MachineProfile, *, gradients: bool
     peaks = [one(rank=rank) for rank in range(work.pipeline)]
     peak = max(peaks, key=lambda peak: peak.bytes)
     how = peak.when if counted else f"{peak.when}; a rough estimate for this architecture"
-    yield from _input_items(work, machine)
+    if work.inputs_away:  # `model.offload_activations` moves them
+        inputs, name = inputs_of(work), "block inputs"
+        yield device(name, world * INPUTS_UNDER_WAY * inputs.size, f"{INPUTS_UNDER_WAY} in transfer")
+        yield Item(RAM_NAME, name, world * inputs.count * inputs.size, "saved by gradient checkpointing")
     if work.pipeline > 1:  # a plan has room for the most on each GPU, but a CPU's ranks share their memory
         each = tuple(peak.bytes for peak in peaks)
         size = world * peak.bytes if gpu else world // work.pipeline * sum(each)
@@ -133,15 +136,6 @@ def inputs_of(work: Workload) -> BlockInputs:
 def slots_of(work: Workload) -> BlockInputs:
     """Return the slots through which a pipeline's ranks pass inputs of blocks, and the states of torch's generators."""
     return BlockInputs(work.accumulate, inputs_of(work).size + aligned(5056 + 16))  # RNG states of CPU and GPU
-
-
-def _input_items(work: Workload, machine: MachineProfile) -> Iterator[Item]:
-    """Yield plan items for the block inputs that `model.offload_activations` moves, if it moves any."""
-    if not work.inputs_away:
-        return
-    inputs, name = inputs_of(work), "block inputs"
-    yield Item(machine.device, name, work.here * INPUTS_UNDER_WAY * inputs.size, f"{INPUTS_UNDER_WAY} in transfer")
-    yield Item(RAM_NAME, name, work.here * inputs.count * inputs.size, "saved by gradient checkpointing")
 
 
 LONG = 8192  # tokens in a row from which on the lower threshold applies

@@ -154,7 +154,7 @@ class DeepSpeedCandidate:
         self.sizes = zero_sizes(shape, section, placement, world=work.world, item_bytes=work.item_bytes)
         how = f"AutoTP over {work.tensor} ranks, ZeRO-1" if work.tensor > 1 else f"ZeRO-{placement.stage}"
         self.title = f"DeepSpeed {how}"
-        self.homes = machine.in_words(str(placement))
+        self.homes = machine.in_words(f"params {placement.params}, optimizer {placement.optimizer}")
         self.uses_drives = TierKind.DRIVES in (placement.params, placement.optimizer)
         why: str | None = None
         if placement.optimizer == TierKind.DRIVES:

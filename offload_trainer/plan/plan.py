@@ -188,7 +188,7 @@ class Plan:
             longer = format_seconds(found.if_clipped)
             lines.append(f"    if the gradient turns out to need clipping or the step is skipped: up to {longer} more")
         tokens = tokens_that_hide_the_update(found, tokens=of_step)
-        if tokens and tokens > of_step:
+        if tokens > of_step:
             least = f"from {format_count(tokens)} tokens a step on (--accumulate)"
             lines.append(f"    {least}, a step waits for the update at most 10% of its time")
         told = " or ".join(f"{format_seconds(seconds)} a step with {words}" for seconds, words in self.faster)

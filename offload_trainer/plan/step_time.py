@@ -196,12 +196,10 @@ def _at_once(read: int, written: int, *rates: Rate | None, stretch: float = 1.0)
     return stretch * (together + max(left_in / alone_in, left_out / alone_out, 0.0))
 
 
-def tokens_that_hide_the_update(found: Forecast, *, tokens: int) -> int | None:
-    """Return the tokens per step, by accumulation, from which on the update takes at most a tenth of the step."""
+def tokens_that_hide_the_update(found: Forecast, *, tokens: int) -> int:
+    """Return the tokens per step, by accumulation, from which on the update is at most a tenth of it, as forecast."""
     share = 0.1
-    forward, backward, update = (found.seconds[phase] for phase in PHASES)
-    if forward is None or backward is None or update is None or forward + backward <= 0:
-        return None
+    forward, backward, update = (found.seconds[phase] or 0.0 for phase in PHASES)
     return -int(-tokens * (update - found.hidden) * (1 - share) / share // (forward + backward))
 
 

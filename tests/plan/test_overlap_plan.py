@@ -476,6 +476,6 @@ def test_shadow_memory_is_spread_evenly_over_blocks_and_ranks(share: float, rank
     assert all(homes.pages[number].unit >= blocks[0] for number in homes.shadows)
     for unit, rank in itertools.product(blocks, range(ranks)):
         numbered = enumerate(homes.pages)
-        sizes = {n: page.elements for n, page in numbered if page.unit == unit and homes.of_rank(n, rank)}
+        sizes = {n: page.elements for n, page in numbered if page.unit == unit and homes.cut.owners[n] == rank}
         given = sum(size for number, size in sizes.items() if number in homes.shadows)
         assert abs(given - share * sum(sizes.values())) <= 2 * max(sizes.values())

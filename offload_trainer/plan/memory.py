@@ -72,7 +72,7 @@ def activation_items(work: Workload, machine: MachineProfile, *, gradients: bool
     peaks = [one(rank=rank) for rank in range(work.pipeline)]
     peak = max(peaks, key=lambda peak: peak.bytes)
     how = peak.when if counted else f"{peak.when}; a rough estimate for this architecture"
-    if work.inputs_away:  # `model.offload_activations` moves them
+    if work.inputs_away:  # as `model.offload_activations` asks
         inputs, name = inputs_of(work), "block inputs"
         yield device(name, world * INPUTS_UNDER_WAY * inputs.size, f"{INPUTS_UNDER_WAY} in transfer")
         yield Item(RAM_NAME, name, world * inputs.count * inputs.size, "saved by gradient checkpointing")

@@ -143,7 +143,7 @@ def _bench(given: Namespace, words: list[str]) -> None:
     with redirect_stdout(sys.stderr):  # libraries print there
         machine = bench_here(config, drive_bytes=given.drive_gigabytes * 10**9 or None, say=_say)
     kept = f"`offload-train plan` knows seconds from now on; all rates, and how they were measured:\n  {cache_file()}"
-    _answer(given, machine.to_json(), f"{describe_rates(machine)}\n{kept}")
+    _answer(given, machine, f"{describe_rates(machine)}\n{kept}")
 
 
 def _tune(given: Namespace, words: list[str]) -> None:

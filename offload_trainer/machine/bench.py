@@ -563,13 +563,10 @@ def run_rank(rank: int, ranks: int, folder: Path) -> None:
         taken = []
         for _ in range(_TIMES + 1):  # the first is not counted
             all_ranks.wait_for_all()
-            start = time.perf_counter()
+            start = _now()
             work()
-            if gpu:
-                torch.cuda.synchronize()
-            taken.append(max(all_ranks.all_gather_json(time.perf_counter() - start)))
-        how = f"{format_bytes(moved)} for each of {ranks} ranks at once, the slowest, median of {_TIMES}"
-        return Rate(moved / median(taken[1:]), "measured", f"{what}: {how}")
+            taken.append(max(all_ranks.all_gather_json(_now() - start)))
+        return _rate(moved, taken[1:], f"{what}: {format_bytes(moved)} for each of {ranks} ranks at once, the slowest")
 
     gather = partial(all_ranks.all_gather_parts, device[:whole], rank, group=between)
     found = Links(

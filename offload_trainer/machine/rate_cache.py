@@ -83,8 +83,7 @@ def refuse_unwritable() -> None:
     path = cache_file()
     try:
         make_directories(path.parent)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
+        tempfile.TemporaryFile(dir=path.parent).close()
         if is_there(path):
             os.close(open_owned(path))
     except (ValueError, OSError) as error:

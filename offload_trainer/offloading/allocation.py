@@ -81,8 +81,8 @@ def allocate_stores(parts: EngineParts, *, order: Sequence[str]) -> Stores:
     """Allocate memory and files. All ranks call it. Norms are summed in the `order` of the trainable weights."""
     homes, node, state = parts.homes, parts.node, PageStore(parts)
     if len(node.local_ranks) > 1:
-        for number in range(len(homes.pages)):  # first touched here, so allocated on this rank's NUMA node
-            memory = state.in_memory(number) if homes.of_rank(number, node.rank) else None
+        for number, rank in enumerate(homes.cut.owners):  # first touched here, so allocated on this rank's NUMA node
+            memory = state.in_memory(number) if rank == node.rank else None
             if memory is not None:
                 memory.zero_()
         ranks.wait_for_all()  # no page may be filled before its rank has touched it
@@ -108,7 +108,7 @@ def _gradients(parts: EngineParts, *, order: Sequence[str]) -> GradientSums:
 def _update_progress(parts: EngineParts, weights: PlacedWeights) -> UpdateProgress:
     """Return the progress of this rank's updates; with several ranks, a unit is ready once all have updated it."""
     homes, node, device = parts.homes, parts.node, parts.device
-    pages = [page for number, page in enumerate(homes.pages) if homes.of_rank(number, node.rank)]
+    pages = [page for page, rank in zip(homes.pages, homes.cut.owners, strict=True) if rank == node.rank]
     if node.world == 1:
         return UpdateProgress(pages)
     connections, barrier = node.side_connections(), node.exchange()

@@ -19,7 +19,7 @@ from offload_trainer.common.units import format_bytes, format_count
 from offload_trainer.config import DeepSpeedSection, PlacementSection
 from offload_trainer.plan import communication, step_time
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.memory import ACTIVATIONS, LONG, activation_items, input_items, mapped_from, process_items
+from offload_trainer.plan.memory import ACTIVATIONS, LONG, activation_items, mapped_from, process_items
 from offload_trainer.plan.shape import ModelShape, decay_groups
 from offload_trainer.plan.step_time import DEVICE_COPIES, Bound, Costs, Traffic, computing_bounds, update_rate
 from offload_trainer.plan.tiers import RAM_NAME, Item, Placement, TierKind, kind_asked
@@ -154,7 +154,7 @@ class DeepSpeedCandidate:
         self.sizes = zero_sizes(shape, section, placement, world=work.world, item_bytes=work.item_bytes)
         how = f"AutoTP over {work.tensor} ranks, ZeRO-1" if work.tensor > 1 else f"ZeRO-{placement.stage}"
         self.title = f"DeepSpeed {how}"
-        self.homes = machine.in_words(str(placement))
+        self.homes = machine.in_words(f"params {placement.params}, optimizer {placement.optimizer}")
         self.uses_drives = TierKind.DRIVES in (placement.params, placement.optimizer)
         why: str | None = None
         if placement.optimizer == TierKind.DRIVES:
@@ -278,11 +278,8 @@ class DeepSpeedCandidate:
         - The start with AutoTP, which shards weights that were built whole.
         """
         work, e, here, row = self.work, self.work.item_bytes, self.work.here, self.work.seq_len
-        # Stages 2 and 3 free a gradient when it is reduced, but a tied head's waits for the embedding's.
-        reduced = self.placement.stage > 1
-        waiting = e * reduced * sum(one.numel for one in work.shape.weights if one.trainable and one.uses > 1)
-        kept = [replace(item, bytes=here * item.bytes) for item in input_items(work, self.machine)]
-        model = [*activation_items(work, self.machine, kept=kept, gradients=reduced, waiting=waiting, tied_sum=waiting)]
+        # Stages 2 and 3 free a gradient when it is reduced.
+        model = [*activation_items(work, self.machine, gradients=self.placement.stage > 1, sums_tied=True)]
         items = process_items(self.machine, here=here, what="torch, transformers and DeepSpeed")
         if self.machine.gpu is None:
             each, why = _HOLES_OF_LONG_ROWS, f" of allocations below {format_bytes(mapped_from(row))}, in each process"

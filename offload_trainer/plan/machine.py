@@ -9,7 +9,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, field
+from dataclasses import field
 from functools import reduce
 from importlib.resources import files
 from pathlib import Path
@@ -138,9 +138,6 @@ class MachineProfile:
     links: Links = field(default_factory=Links)
     notes: tuple[Line, ...] = ()  # sentences that every plan for this machine prints
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @property
     def device(self) -> str:
         """Return the tier that computes: "gpu", or "ram" if the CPU computes."""
@@ -153,11 +150,11 @@ class MachineProfile:
     def drive(self, directory: str) -> DriveFacts | None:
         return next((drive for drive in self.drives if drive.directory == directory), None)
 
-    def rates_of(self, drive: DriveFacts) -> tuple[float, float]:
-        """Return the bytes per second read from and written to a drive alone; 200 MB/s each if it was not timed."""
-        same = [one.rates for one in self.drives if one.rates and drive.disk and one.disk == drive.disk]
-        rates = drive.rates or next(iter(same), None)
-        return (rates.read.value, rates.write.value) if rates else (200e6, 200e6)
+    def write_rate(self, drive: DriveFacts) -> float:
+        """Return the bytes per second written to a drive alone; 200 MB/s if it was not timed."""
+        same = (one.rates for one in self.drives if one.rates and drive.disk and one.disk == drive.disk)
+        rates = drive.rates or next(same, None)
+        return rates.write.value if rates else 200e6
 
     def lacks(self, package: str) -> bool:
         """Return whether `package` is known to be missing on the machine."""

@@ -43,7 +43,7 @@ def reserve_items(machine: MachineProfile, *, here: int) -> list[Item]:
     return [Item(GPU_NAME, "reserve", gpu_reserve(machine) * here, why)]
 
 
-def process_items(machine: MachineProfile, *, here: int = 1, what: str = "torch and transformers") -> list[Item]:
+def process_items(machine: MachineProfile, *, here: int, what: str = "torch and transformers") -> list[Item]:
     """Return the RAM of `here` processes on a machine."""
     each = PROCESS - LIBRARIES + CUDA_PROCESS * (machine.gpu is not None)
     return [
@@ -52,10 +52,12 @@ def process_items(machine: MachineProfile, *, here: int = 1, what: str = "torch 
     ]
 
 
-def activation_items(
-    work: Workload, machine: MachineProfile, *, kept: Sequence[Item] = (), gradients: bool, waiting: int, tied_sum: int
-) -> Iterator[Item]:
-    """Yield the activations at the peak of a micro-batch, with `kept`, the offloaded block inputs, and libraries."""
+def activation_items(work: Workload, machine: MachineProfile, *, gradients: bool, sums_tied: bool) -> Iterator[Item]:
+    """Yield the activations at the peak of a micro-batch, with the offloaded block inputs, and libraries.
+
+    `gradients`: the engine takes each gradient when it is complete; a tied head's waits for the embedding's.
+    `sums_tied`: autograd adds these two to a new tensor.
+    """
     shape, world, gpu, device = work.shape, work.here, machine.gpu is not None, partial(Item, machine.device)
     counted = shape.on_gpu if gpu else shape.on_cpu
     pieces = loss_pieces(shape.vocabulary, chunk=work.loss_chunk, gpu=gpu)
@@ -64,16 +66,21 @@ def activation_items(
         of_rank = divided(of_rank, work.tensor)
     if shape.images:
         of_rank = replace(of_rank, images=image_part(work))
-    one = partial(peak_of, of_rank, work, inputs_here=not kept, gradients=gradients, waiting=waiting, tied_sum=tied_sum)
+    tied = sum(weight.numel for weight in shape.weights if weight.trainable and weight.uses > 1)
+    waiting = work.item_bytes * tied * gradients
+    one = partial(peak_of, of_rank, work, gradients=gradients, waiting=waiting, tied_sum=waiting * sums_tied)
     peaks = [one(rank=rank) for rank in range(work.pipeline)]
     peak = max(peaks, key=lambda peak: peak.bytes)
     how = peak.when if counted else f"{peak.when}; a rough estimate for this architecture"
-    yield from kept
+    if work.inputs_away:  # as `model.offload_activations` asks
+        inputs, name = inputs_of(work), "block inputs"
+        yield device(name, world * INPUTS_UNDER_WAY * inputs.size, f"{INPUTS_UNDER_WAY} in transfer")
+        yield Item(RAM_NAME, name, world * inputs.count * inputs.size, "saved by gradient checkpointing")
     if work.pipeline > 1:  # a plan has room for the most on each GPU, but a CPU's ranks share their memory
         each = tuple(peak.bytes for peak in peaks)
         size = world * peak.bytes if gpu else world // work.pipeline * sum(each)
         yield replace(device("activations", size, f"at the peak of each rank, {how}"), of_ranks=each)
-    elif kept:
+    elif work.inputs_away:
         yield device("activations", peak.bytes * world, f"at their peak, {how}")
     else:
         others = shape.layers - work.checkpointed
@@ -131,15 +138,6 @@ def slots_of(work: Workload) -> BlockInputs:
     return BlockInputs(work.accumulate, inputs_of(work).size + aligned(5056 + 16))  # RNG states of CPU and GPU
 
 
-def input_items(work: Workload, machine: MachineProfile) -> Iterator[Item]:
-    """Yield plan items for the block inputs that `model.offload_activations` moves, if it moves any."""
-    if not work.inputs_away:
-        return
-    inputs, name = inputs_of(work), "block inputs"
-    yield Item(machine.device, name, INPUTS_UNDER_WAY * inputs.size, f"{INPUTS_UNDER_WAY} in transfer")
-    yield Item(RAM_NAME, name, inputs.count * inputs.size, "saved by gradient checkpointing")
-
-
 LONG = 8192  # tokens in a row from which on the lower threshold applies
 
 
@@ -186,7 +184,6 @@ def peak_of(
     work: Workload,
     *,
     rank: int = 0,
-    inputs_here: bool = True,
     gradients: bool = True,
     waiting: int = 0,
     tied_sum: int = 0,
@@ -199,12 +196,13 @@ def peak_of(
     A `rank` of a pipeline has its own blocks, and if it is not the first one also what the paused forwards pass to the
     first block. Outputs leave for other ranks at once, and come from them one by one.
 
-    `inputs_here`: inputs of checkpointed blocks stay on the device. `gradients`: count weight gradients from their
-    computation until the engine takes them. `waiting`: bytes of a tied head's gradient of one micro-batch, which waits
-    for the embedding's. `tied_sum`: bytes of the sum of both, if autograd adds them to a new tensor.
+    `gradients`: count weight gradients from their computation until the engine takes them. `waiting`: bytes of a tied
+    head's gradient of one micro-batch, which waits for the embedding's. `tied_sum`: bytes of the sum of both, if
+    autograd adds them to a new tensor.
     """
     rows, length, chunk, micro_batches = work.micro_batch, work.seq_len, work.loss_chunk, work.side_by_side
     checkpointed = len(counted.blocks) if work.checkpointed == work.shape.layers else work.checkpointed
+    inputs_here = not work.inputs_away  # inputs of checkpointed blocks stay on the device
 
     def most(moments: Iterable[Growth]) -> int:
         return max((moment.at(rows, length, gradients=gradients) for moment in moments), default=0)
@@ -218,7 +216,7 @@ def peak_of(
     alike = others = (micro_batches - 1) * hidden
     own = [number for number in range(len(counted.blocks)) if work.pipeline == 1 or work.owners[number] == rank]
     has_head = work.owners[-1] == rank
-    if work.pipeline > 1 and not work.inputs_away and not (has_head and own[-1:] == [len(counted.blocks) - 1]):
+    if work.pipeline > 1 and inputs_here and not (has_head and own[-1:] == [len(counted.blocks) - 1]):
         others = 0
     waiting *= has_head
     waits = micro_batches * waiting

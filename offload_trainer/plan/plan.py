@@ -32,7 +32,7 @@ class Plan:
     engine: str
     title: str  # the engine's name for display
     placement: Placement
-    sizes: ZeroSizes | TierSizes | None
+    sizes: ZeroSizes | TierSizes
     homes: str  # the placement of weights and optimizer state, in words
     uses_drives: bool
     cannot_save: str | None  # why this placement cannot save and resume exactly; None: it can
@@ -98,7 +98,7 @@ class Plan:
                 "tokens_per_step": self.work.tokens,
                 "ranks": self.work.world,
                 "nodes": self.work.nodes,
-                "sizes": asdict(self.sizes) if self.sizes else None,
+                "sizes": asdict(self.sizes),
             },
             "tiers": {name: dict(room) for name, room in self.tiers.items()},
             "items": [asdict(item) for item in self.items],
@@ -188,7 +188,7 @@ class Plan:
             longer = format_seconds(found.if_clipped)
             lines.append(f"    if the gradient turns out to need clipping or the step is skipped: up to {longer} more")
         tokens = tokens_that_hide_the_update(found, tokens=of_step)
-        if tokens and tokens > of_step:
+        if tokens > of_step:
             least = f"from {format_count(tokens)} tokens a step on (--accumulate)"
             lines.append(f"    {least}, a step waits for the update at most 10% of its time")
         told = " or ".join(f"{format_seconds(seconds)} a step with {words}" for seconds, words in self.faster)

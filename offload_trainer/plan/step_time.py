@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
 
@@ -16,7 +16,7 @@ from offload_trainer.common.units import format_bytes, format_count
 from offload_trainer.plan.machine import MachineProfile, Rate, layer_key, update_key
 from offload_trainer.plan.memory import mapped_from
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.tiered.layout import TierMap, Unit, first_block
+from offload_trainer.plan.tiered.layout import TierMap, first_block
 from offload_trainer.plan.tiers import DEVICE, on_drive
 from offload_trainer.plan.workload import Workload
 
@@ -77,20 +77,19 @@ class Forecast:
         return {**self.seconds, "update": 0.0, "wait": update - self.hidden}
 
     def slowest(self, phase: str) -> Bound:
-        """Return the phase's slowest bound; if nothing was measured, one without a kind."""
-        known = [bound for bound in self.bounds if bound.phase == phase and bound.seconds is not None]
-        return max(known, key=lambda bound: bound.seconds or 0.0, default=Bound(phase, None, "not timed", ""))
+        """Return the slowest bound of a phase whose seconds are known."""
+        return max((one for one in self.bounds if one.phase == phase), key=lambda bound: bound.seconds or 0.0)
 
 
 @dataclass(frozen=True)
 class Costs:
     """The time that one placement of an engine takes in addition to the model's computation."""
 
-    traffic: Sequence[Traffic] = ()
-    bounds: Sequence[Bound] = ()  # bounds that do not follow from computation and traffic
-    links: Sequence[Traffic] = ()  # between ranks, for display; their time is in `bounds` and `on_top`
+    traffic: Sequence[Traffic]
+    bounds: Sequence[Bound]  # bounds that do not follow from computation and traffic
+    links: Sequence[Traffic]  # between ranks, for display; their time is in `bounds` and `on_top`
+    on_top: Mapping[str, float]  # seconds of a phase in addition to its slowest bound
     stretch: float = 1.0  # the update's drive time exceeds simultaneous reading and writing of its bytes by this factor
-    on_top: Mapping[str, float] = field(default_factory=dict)  # seconds of a phase in addition to its slowest bound
     waits: Sequence[Bound] = ()  # waits between ranks that `on_top` includes, for display
 
 
@@ -108,7 +107,7 @@ def forecast(work: Workload, machine: MachineProfile, costs: Costs) -> Forecast:
             moving = [replace(bound, lost=0.0) for bound in moving]
         every += moving
         known = _longest([bound for bound in every if bound.phase == phase])
-        found[phase] = None if known is None else known + costs.on_top.get(phase, 0.0)
+        found[phase] = None if known is None else known + costs.on_top[phase]
     return Forecast(found, tuple(every))
 
 
@@ -197,12 +196,10 @@ def _at_once(read: int, written: int, *rates: Rate | None, stretch: float = 1.0)
     return stretch * (together + max(left_in / alone_in, left_out / alone_out, 0.0))
 
 
-def tokens_that_hide_the_update(found: Forecast, *, tokens: int) -> int | None:
-    """Return the tokens per step, by accumulation, from which on the update takes at most a tenth of the step."""
+def tokens_that_hide_the_update(found: Forecast, *, tokens: int) -> int:
+    """Return the tokens per step, by accumulation, from which on the update is at most a tenth of it, as forecast."""
     share = 0.1
-    forward, backward, update = (found.seconds[phase] for phase in PHASES)
-    if forward is None or backward is None or update is None or forward + backward <= 0:
-        return None
+    forward, backward, update = (found.seconds[phase] or 0.0 for phase in PHASES)
     return -int(-tokens * (update - found.hidden) * (1 - share) / share // (forward + backward))
 
 
@@ -393,13 +390,10 @@ class UnitShare:
     block: bool = False
 
 
-def parts_of(units: Sequence[Unit], homes: TierMap | None = None) -> list[UnitShare]:
-    """Return the shares in the order of the forward. Modules before the blocks are lookups; a tied head is added.
-
-    `homes` says whose state is on the device; without it, none is.
-    """
-    first, there = first_block(units), Counter[int]()
-    for one in homes.cut.groups if homes else ():
+def parts_of(homes: TierMap) -> list[UnitShare]:
+    """Return the shares in the order of the forward. Modules before the blocks are lookups; a tied head is added."""
+    units, first, there = homes.units, first_block(homes.units), Counter[int]()
+    for one in homes.cut.groups:
         there[one.page.unit] += one.elements * (one.page.home == DEVICE)
     inside = there.total() or 1
     outside = sum(unit.trained for unit in units) - there.total() or 1
@@ -432,11 +426,11 @@ class EarlyPages:
         return self.on_drives + self.in_ram
 
 
-def early_pages(units: Sequence[Unit], homes: TierMap, *, copying: float, buffers: int) -> EarlyPages:
+def early_pages(homes: TierMap, *, copying: float, buffers: int) -> EarlyPages:
     """Return the pages that a layout lets the backward update. Half of the `buffers` read for the next forward."""
     outside = sum(one.elements for one in homes.cut.groups if one.page.home != DEVICE) or 1
     on_drives = [one for one in homes.cut.groups if on_drive(one.page.home)]
-    away, first = sum(one.elements for one in on_drives), first_block(units)
+    away, first = sum(one.elements for one in on_drives), first_block(homes.units)
     return EarlyPages(
         away / outside,
         sum(homes.pages[number].elements for number in homes.shadows) / outside,

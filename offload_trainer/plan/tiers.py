@@ -38,9 +38,6 @@ class Placement:
         """Return the ZeRO stage: as requested, else 2 with weights on the device and state in memory, else 3."""
         return self.zero or (2 if self.params == TierKind.GPU and self.optimizer != TierKind.DRIVES else 3)
 
-    def __str__(self) -> str:
-        return f"params {self.params}, optimizer {self.optimizer}"
-
 
 @dataclass(frozen=True)
 class Item:

@@ -31,7 +31,7 @@ class Workload:
     @property
     def item_bytes(self) -> int:
         """Return the bytes of one weight element."""
-        return item_bytes(self.dtype)
+        return 4 if self.dtype == "fp32" else 2
 
     @property
     def gradient_bytes(self) -> int:
@@ -84,8 +84,3 @@ class Workload:
     def inputs_away(self) -> bool:
         """Return whether inputs of checkpointed blocks leave the device; False if there are none."""
         return self.offload_activations and self.checkpointed > 0
-
-
-def item_bytes(dtype: str) -> int:
-    """Return the bytes of one element of `dtype`."""
-    return 4 if dtype == "fp32" else 2

@@ -153,7 +153,7 @@ def build_job(
     if section.streamed:
         data.tokens.remember(output / POINTS, writes=log.loud)
     peak = setup.machine.rates.matmul.get(dtype)
-    need, (_, write) = checkpoint_bytes(setup.plan.work), setup.machine.rates_of(setup.machine.output)
+    need, write = checkpoint_bytes(setup.plan.work), setup.machine.write_rate(setup.machine.output)
     telemetry = _telemetry(setup, done=begins.step if begins else 0) if log.loud else None
     if telemetry:
         stack.callback(telemetry.close)
@@ -217,7 +217,7 @@ _WAITED_FOR = {"adamw": "arithmetic on the CPU", "adamw_gpu": "arithmetic on the
 def _telemetry(setup: Setup, *, done: int) -> Telemetry:
     plan = setup.plan
     kinds = {phase: plan.forecast.slowest(phase).kind for phase, known in plan.forecast.seconds.items() if known}
-    bounds = {phase: _WAITED_FOR.get(kind, kind) for phase, kind in kinds.items() if kind}
+    bounds = {phase: _WAITED_FOR.get(kind, kind) for phase, kind in kinds.items()}
     if plan.forecast.behind and "update" in bounds:
         bounds["wait"] = bounds["update"]
     screen = Screen(setup.config.train.steps, initial=done, say=setup.log.say, bounds=bounds, drives=plan.uses_drives)

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from io import RawIOBase
 from pathlib import Path
 from typing import Any
@@ -156,7 +156,7 @@ def write_known(planned: Planned, data: RunData) -> None:
     """Write the configuration, plan, machine, package versions, model configuration and tokenizer of a run."""
     output, config, source = planned.output, planned.config, planned.source
     write_text(output / "config.yaml", dump_config(config))
-    for name, about in {"plan": planned.plan.to_json(), "machine": planned.machine.to_json()}.items():
+    for name, about in {"plan": planned.plan.to_json(), "machine": asdict(planned.machine)}.items():
         write_text(output / f"{name}.json", json.dumps(about, indent=1))
     write_text(output / "environment.json", json.dumps(environment(), indent=1))
     dtype = DTYPES[config.model.dtype]

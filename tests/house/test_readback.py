@@ -4,6 +4,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -171,9 +172,9 @@ def test_unreadable_rates_are_timed_again_and_those_that_others_may_have_written
 )
 def test_a_described_machine_is_validated(change: dict[str, Any], wrong: str, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
-    path.write_text(json.dumps(MACHINE.to_json()))
+    path.write_text(json.dumps(asdict(MACHINE)))
     assert read_machine(str(path)) == MACHINE
-    path.write_text(json.dumps(MACHINE.to_json() | change))
+    path.write_text(json.dumps(asdict(MACHINE) | change))
     with pytest.raises(UserError, match=wrong):
         read_machine(str(path))
     with pytest.raises(UserError, match="it is a directory"):

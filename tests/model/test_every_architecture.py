@@ -203,7 +203,7 @@ def fetched(
         candidate, planned = made.candidate, Counter[int]()
         for (unit, _), times in footprint.fetched(candidate.work, candidate._laid_out, candidate.sizes).items():
             planned[unit] += times
-        away = [unit for unit in candidate.units if unit.index not in made.offloaded.weights.resident]
+        away = [unit for unit in candidate.layouts.units if unit.index not in made.offloaded.weights.resident]
         found.extend((unit.name, counts[-2][unit.index], planned[unit.index]) for unit in away)
 
     found: list[tuple[str, int, int]] = []

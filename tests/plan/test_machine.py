@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -83,7 +83,7 @@ def test_a_bench_times_everything_and_leaves_nothing(timed: MachineProfile) -> N
     found = [*rates.layers.values(), rates.update["torch"], rates.memory, *vars(of_drive).values()]
     assert all(rate.value > 0 and rate.origin == "measured" for rate in found)
     assert not list(Path(timed.drives[0].directory, "offload-trainer").glob("run-*"))
-    assert parsed(json.dumps(timed.to_json()), MachineProfile) == timed
+    assert parsed(json.dumps(asdict(timed)), MachineProfile) == timed
     for told in ("products, fp32", "AdamW, torch", "read, alone", "write, both"):
         assert told in describe_rates(timed)
 
@@ -237,7 +237,7 @@ def test_two_ranks_time_their_link_and_cache_the_rate(tmp_path: Path, monkeypatc
     rate_cache.keep_rates(here)  # timed again without ranks
     assert rate_cache.with_cached_rates(here).links == found
     assert rate_cache.with_cached_rates(replace(here, gpu="another")).links == Links()
-    again = parsed(json.dumps(replace(here, links=found).to_json()), MachineProfile)
+    again = parsed(json.dumps(asdict(replace(here, links=found))), MachineProfile)
     assert again.links == found
     assert "all gather" in describe_rates(again)
 
@@ -365,7 +365,7 @@ def test_a_gpu_is_found_wherever_torch_finds_one(monkeypatch: pytest.MonkeyPatch
     assert machine.no_state_on_gpu == "no Triton"
     found = [check.found for check in doctor._gpu(load_config(["--model", "gpt2"]).model, machine)]
     assert "it cannot store optimizer state: no Triton" in " ".join(found)
-    assert parsed(json.dumps(machine.to_json()), MachineProfile) == machine
+    assert parsed(json.dumps(asdict(machine)), MachineProfile) == machine
     assert doctor._torch().state == "ok"
     for used in (400 * 10**6, 700 * 10**6):  # asking makes a CUDA context, which plans count
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda used=used: (30 << 30, (30 << 30) + used))

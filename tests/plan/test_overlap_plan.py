@@ -15,10 +15,10 @@ from offload_trainer.plan.machine import MachineProfile, read_machine
 from offload_trainer.plan.memory import heap_limit
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
-from offload_trainer.plan.shape import Weight
+from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.step_time import Bound, EarlyPages, Forecast, Overlap, UnitShare, parts_of
 from offload_trainer.plan.tiered.engine import Tiered, left_free
-from offload_trainer.plan.tiered.layout import units_of
+from offload_trainer.plan.tiered.layout import TierMap, units_of
 from offload_trainer.plan.tiered.spec import Layouts, TierSizes
 from offload_trainer.plan.tiers import Placement, TierKind
 
@@ -33,6 +33,11 @@ DRIVES = ("--ram-fraction", "0", "--micro-batch", "1", "--seq-len", "128", "--pa
 
 def planned(*words: str, on: MachineProfile | None = None, **more: object) -> Plan:
     return make_plan(wish(*words), SHAPE, on or timed(), **more)  # type: ignore[arg-type]
+
+
+def in_memory(shape: ModelShape) -> TierMap:
+    """Return a layout with no state on the device."""
+    return Layouts(units_of(shape)).homes(PARAMS, SIZES)
 
 
 def forecast(update: float, forward: float, *bounds: Bound, backward: float = 1.0) -> Forecast:
@@ -88,7 +93,7 @@ def test_the_forward_does_not_wait_for_the_cpu_where_the_gpu_has_the_state() -> 
     def hidden(share: float, on_gpu: float) -> float:
         homes = Layouts(units).homes(PARAMS, replace(SIZES, gpu_fraction=share, ram_fraction=1 - share))
         found = forecast(0.9, 2.0, adamw(0.9), adamw(on_gpu, "adamw_gpu"))
-        return Overlap(found, parts_of(units, homes), 1, True).hidden()
+        return Overlap(found, parts_of(homes), 1, True).hidden()
 
     for share in (0.0, first / 2, first):
         waits = 0.9 * (first - share + block) / (1 - share)  # the CPU's part of embeddings and first block
@@ -223,7 +228,7 @@ OVERLAPS: list[tuple[tuple[float, *tuple[Bound, ...]], EarlyPages, dict[str, Any
 def test_what_the_backward_hides_of_an_update_by_hand() -> None:
     """A backward of 1 s over 1000 blocks; the first page is updated after one of them."""
     weights = tuple(Weight("w", (4096,), unit=f"h.{n}", block=True) for n in range(1000))
-    parts = parts_of(units_of(replace(SHAPES["gpt2"], weights=weights)))
+    parts = parts_of(in_memory(replace(SHAPES["gpt2"], weights=weights)))
     for (update, *bounds), early, how, done, hidden in OVERLAPS:
         found = Overlap(forecast(update, 1.0, *bounds), parts, **how).ahead(early)[:2]
         told = (update, bounds, early, how)
@@ -246,15 +251,15 @@ def test_pages_in_memory_and_all_that_is_complete_last_are_left_to_the_time_afte
         left = Overlap(forecast(2.0, 1.0, drive(2.0), adamw(1.0), *more), ()).left_after(done, pages).found
         assert left.seconds["update"] == pytest.approx(update)
         assert [bound.seconds for bound in left.bounds] == pytest.approx(seconds)
-    units = units_of(SHAPE)
-    overlap = Overlap(forecast(2.0, 1.0, drive(2.0), adamw(0.4)), parts_of(units))
+    units, shares = units_of(SHAPE), parts_of(in_memory(SHAPE))
+    overlap = Overlap(forecast(2.0, 1.0, drive(2.0), adamw(0.4)), shares)
     for last, waits in ((0.3, 0.6), (0.0, 0.4 * sum(unit.trained for unit in units[:2]) / SHAPE.trainable)):
         left = overlap.left_after(1.2, EarlyPages(1.0, last=last))
         assert left.found.seconds["update"] == pytest.approx(0.8)
         parts = left.parts
         assert sum(part.update for part in parts) == pytest.approx(1.0)
         assert 0.8 * sum(part.update for part in parts[:2]) == pytest.approx(waits, rel=0.01)
-        assert [part.forward for part in parts] == [part.forward for part in parts_of(units)]
+        assert [part.forward for part in parts] == [part.forward for part in shares]
 
 
 @pytest.mark.parametrize(("share", "ranks"), [("0", 1), ("0.5", 1), ("0.5", 2)])
@@ -268,7 +273,7 @@ def test_an_overlap_is_counted_itemised_and_printed(share: str, ranks: int) -> N
         assert found.step == pytest.approx(off.step - found.hidden)
         assert sum(seconds or 0.0 for seconds in found.in_line.values()) == pytest.approx(found.step)
     # A clipped step's update starts again, with nothing read in advance.
-    unread = Overlap(forward, parts_of(units_of(SHAPE))).hidden()
+    unread = Overlap(forward, parts_of(in_memory(SHAPE))).hidden()
     assert unread < forward.hidden if ranks == 1 else unread == pytest.approx(forward.hidden)
     assert full.if_clipped == pytest.approx(full.hidden - unread)
     names = ("state", "state, second copy")
@@ -471,6 +476,6 @@ def test_shadow_memory_is_spread_evenly_over_blocks_and_ranks(share: float, rank
     assert all(homes.pages[number].unit >= blocks[0] for number in homes.shadows)
     for unit, rank in itertools.product(blocks, range(ranks)):
         numbered = enumerate(homes.pages)
-        sizes = {n: page.elements for n, page in numbered if page.unit == unit and homes.of_rank(n, rank)}
+        sizes = {n: page.elements for n, page in numbered if page.unit == unit and homes.cut.owners[n] == rank}
         given = sum(size for number, size in sizes.items() if number in homes.shadows)
         assert abs(given - share * sum(sizes.values())) <= 2 * max(sizes.values())

@@ -5,7 +5,7 @@ Bytes of the tiered engine are compared with those of real ranks in tests/offloa
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -87,7 +87,7 @@ def test_machines_of_a_file_or_the_command_line_are_planned(capsys: pytest.Captu
     found = json.loads(capsys.readouterr().out)
     assert (found["chosen"]["nodes"], found["chosen"]["ranks"]) == (2, 6)
     assert {one["place"] for one in found["links"]} >= {NETWORK, OUTBOX}
-    (tmp_path / "two.json").write_text(json.dumps(read_machine("4xrtx4090-10gbe").to_json() | {"nodes": 2}))
+    (tmp_path / "two.json").write_text(json.dumps(asdict(read_machine("4xrtx4090-10gbe")) | {"nodes": 2}))
     assert main(["plan", "--machine", str(tmp_path / "two.json"), *words[3:]]) == 0
     printed = capsys.readouterr().out
     assert "tiered engine" in printed

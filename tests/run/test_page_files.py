@@ -4,7 +4,7 @@ import json
 import os
 import re
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -320,7 +320,7 @@ def test_settings_of_the_page_files(drive: Path, tmp_path: Path) -> None:
         for speed in (1e8, 2e8)
     )
     known = (tmp_path / "run/machine.json").read_bytes()
-    (tmp_path / "run/machine.json").write_text(json.dumps(then.to_json()))
+    (tmp_path / "run/machine.json").write_text(json.dumps(asdict(then)))
     assert as_page_files(wish, now)[1].drives == then.drives
     (tmp_path / "run/machine.json").write_bytes(known)
     run = call(*words, "--lr", "5e-3", output=tmp_path / "run")

@@ -401,7 +401,7 @@ class Updater:
         store, weights, gradients = stores.state, stores.weights, stores.gradients
         self._store, self._weights, self._gradients = store, weights, gradients
         self._update_progress, self._device = stores.update_progress, device
-        mine = ((n, page) for n, page in enumerate(homes.pages) if homes.of_rank(n, parts.node.rank))
+        mine = ((n, page) for n, page in enumerate(homes.pages) if homes.cut.owners[n] == parts.node.rank)
         routes = [route_of(n, page, homes, is_gpu=device.is_cuda) for n, page in mine]  # ordered as in a forward
         if store.format.rule.matrices:
             gpu = device.torch_device if device.is_cuda else None

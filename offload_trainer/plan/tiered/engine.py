@@ -21,7 +21,7 @@ from offload_trainer.plan.communication import bounds_of, exchange_of
 from offload_trainer.plan.machine import MachineProfile, sums_key, update_key
 from offload_trainer.plan.memory import LONG, gpu_reserve, heap_holes
 from offload_trainer.plan.tiered import footprint
-from offload_trainer.plan.tiered.layout import FORMATS, TierMap, Unit
+from offload_trainer.plan.tiered.layout import FORMATS, TierMap
 from offload_trainer.plan.tiered.spec import Layouts, TierSizes, layouts_of
 from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
 from offload_trainer.plan.tiered.weight_streaming import seconds_of, seconds_of_both, uses_all_gather
@@ -180,10 +180,10 @@ class Tiered:
 
     def _with_device_sums(self, one: TieredCandidate) -> TieredCandidate:
         """Return the candidate with its shares, and with gradients added on the GPU if that fits and is no slower."""
-        work, machine, counts = one.work, one.machine, [0]
+        work, machine, units, counts = one.work, one.machine, one.layouts.units, [0]
         is_added = one.sizes.gradients != TierKind.GPU and work.world == work.pipeline and work.accumulate > 1
         if is_added and work.breadth_first and machine.gpu is not None:
-            counts += [max((unit.trained for unit in one.units if unit.block >= only), default=0) for only in (0, 1)]
+            counts += [max((unit.trained for unit in units if unit.block >= only), default=0) for only in (0, 1)]
         room, fitting = work.here * (machine.gpu_bytes - gpu_reserve(machine)), list[TieredCandidate]()
         for most in sorted({*counts}, reverse=True):
             way = self._with_shares(replace(one, sizes=replace(one.sizes, device_sums=most)))
@@ -206,7 +206,7 @@ class Tiered:
         Shares are multiples of 1/1000, or all that the other shares leave. What is left of RAM is shadow memory.
         """
         place, work, machine, sizes, ram = self.place, one.work, one.machine, one.sizes, one.machine.ram_bytes
-        room = ram - left_free(ram)
+        room, ram_is_open = ram - left_free(ram), place.ram_fraction == "auto"
 
         @cache
         def with_sizes(sizes: TierSizes, keeps_heap: bool) -> TieredCandidate:
@@ -220,7 +220,7 @@ class Tiered:
         run = work.world == 1 and work.checkpoints is not None
         may_keep = run and machine.gpu is None and work.seq_len < LONG
         keeps_heap = may_keep and heap_holes(work, one.items) <= left_free(ram)  # small holes come before state
-        trained, ram_is_open = sum(unit.trained for unit in one.units) // work.nodes, place.ram_fraction == "auto"
+        trained = sum(unit.trained for unit in one.layouts.units) // work.nodes
         is_open, each = place.optimizer == "auto" and trained > 0, work.state.mean_bytes(work.shape)
         if is_open and place.gpu_fraction == "auto" and machine.gpu is not None and not machine.no_state_on_gpu:
             bare = replace(sizes, gpu_fraction=0.0, ram_fraction=0.0 if ram_is_open else sizes.ram_fraction)
@@ -307,10 +307,6 @@ class TieredCandidate:
     section: TieredSection = field(default_factory=TieredSection)
 
     engine, title, cannot_save = "tiered", "tiered engine", None
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        return self.layouts.units
 
     @cached_property
     def _laid_out(self) -> TierMap:
@@ -418,7 +414,7 @@ class TieredCandidate:
         # An update that overlaps has one core of a CPU that computes the model, also for products of matrices.
         if not sizes.overlap and ((work.state.rule.matrices and not gpu) or self.section.overlap != "auto"):
             return sizes, found
-        overlap = step_time.Overlap(found, step_time.parts_of(self.units, self._laid_out), work.passes, gpu)
+        overlap = step_time.Overlap(found, step_time.parts_of(self._laid_out), work.passes, gpu)
         early = work.world == 1 and self.placement.params != TierKind.DRIVES
         pages = sum(group.count for group in self._laid_out.cut.groups if on_drive(group.page.home))
         hidden = overlap.hidden(read=overlap.read_before_update(pages, buffers=sizes.page_buffers) if early else 0.0)
@@ -442,7 +438,7 @@ class TieredCandidate:
         each = 2 * self.work.state.mean_bytes(self.work.shape) + 4  # the gradient and the weight have 16 bits
         moved = memory.value if memory is not None else (step_time.update_rate(self.work, self.machine) or 0.0) * each
         copying = size / moved if moved else 0.0
-        early = step_time.early_pages(self.units, homes, copying=copying, buffers=sizes.page_buffers)
+        early = step_time.early_pages(homes, copying=copying, buffers=sizes.page_buffers)
         done, saved, first = overlap.ahead(early)
         left = overlap.left_after(done, early)
         update, rest = (one.found.seconds["update"] or 0.0 for one in (overlap, left))
@@ -491,7 +487,7 @@ class TieredCandidate:
         asked, alone = self.section.weight_transfer, work.here == 1 or work.pipeline > 1
         in_ram = self.placement.params == TierKind.RAM and not alone
         if in_ram and (machine.gpu is not None or self.sizes.by_parts):
-            size = max(unit.stored_bytes(work.item_bytes) for unit in self.units)
+            size = max(unit.stored_bytes(work.item_bytes) for unit in self.layouts.units)
             both = seconds_of_both(size, machine, ranks=work.here, item_bytes=work.item_bytes)
             whole, parts = ("unknown" if one is None else format_seconds(one) for one in both)
             way = "all_gather" if self.sizes.by_parts else "direct"

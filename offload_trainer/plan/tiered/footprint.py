@@ -13,7 +13,7 @@ from math import prod
 
 from offload_trainer.common.units import format_bytes, format_count
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.memory import activation_items, heap_holes, input_items, inputs_of, process_items, slots_of
+from offload_trainer.plan.memory import activation_items, heap_holes, inputs_of, process_items, slots_of
 from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic
 from offload_trainer.plan.tiered import spec, weight_streaming
 from offload_trainer.plan.tiered.layout import DEVICE, PIECE, PageGroup, TierMap, Unit, largest_range, range_of_rank
@@ -73,10 +73,8 @@ def tiered_items(work: Workload, homes: TierMap, sizes: spec.TierSizes, machine:
     if stored and work.checkpoints != 0:
         why = f"{spec.SAVE_BUFFERS} pages being written to a checkpoint"
         yield ram("save buffers", here * spec.SAVE_BUFFERS * stored, why)
-    kept = [replace(item, bytes=here * item.bytes) for item in input_items(work, machine)]
-    tied = sum(weight.numel for weight in work.shape.weights if weight.trainable and weight.uses > 1)
-    added = e * tied if work.checkpoints is None else 0  # only a session's modules share one parameter
-    model = [*activation_items(work, machine, kept=kept, gradients=True, waiting=e * tied, tied_sum=added)]
+    # Only a session's modules share one parameter.
+    model = [*activation_items(work, machine, gradients=True, sums_tied=work.checkpoints is None)]
     yield from model
     if work.keeps_heap:
         why = "freed memory that malloc keeps for reuse, since RAM has room for it; measured, not computed"

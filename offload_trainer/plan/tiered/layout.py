@@ -333,10 +333,6 @@ class TierMap:
     def pages(self) -> tuple[Page, ...]:
         return self.cut.pages
 
-    def of_rank(self, number: int, rank: int) -> bool:
-        """Return whether `rank` updates page `number`."""
-        return self.cut.owners[number] == rank
-
 
 # -- frozen weights that are stored quantised (`model.base`), and where a unit's stored bytes hold each weight
 #

@@ -327,7 +327,7 @@ class DeepSpeedEngine:
         of_weights = {name: steps - missed for name, missed in self._missed.items()}
         state = EngineState(optimizer_steps=steps, weight_steps=of_weights, loss_scale=scale)
         self._link_moments()
-        return BlockingSnapshot(state, self._trained, self._fixed, self._dtype, self._read, writes=self._rank == 0)
+        return BlockingSnapshot(state, self._trained, self._fixed, self._dtype, self._read)
 
     def load(self, directory: Path) -> None:
         state = read_engine_state(directory, rule=ADAMW)

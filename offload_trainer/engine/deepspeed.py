@@ -279,12 +279,11 @@ class DeepSpeedEngine:
                 self._refuse_without_gradient()
             with clock.phase("update"):
                 self._engine.step()  # updates only after the last micro-batch
-        skipped = self._engine.skipped_steps > skipped_before
-        norm = None if skipped else float(self._engine.get_global_grad_norm())
+        norm = float(self._engine.get_global_grad_norm()) if self._engine.skipped_steps == skipped_before else None
         mean = torch.stack(losses).mean()
         if self._world > 1:
             deepspeed.comm.all_reduce(mean)
-        return StepResult(loss=float(mean / self._world), grad_norm=norm, loss_scale=scale, skipped=skipped)
+        return StepResult(loss=float(mean / self._world), grad_norm=norm, loss_scale=scale)
 
     def _refuse_without_gradient(self) -> None:
         """Raise TrainerError if a weight has no gradient in this micro-batch, before anything changes.

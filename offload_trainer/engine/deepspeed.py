@@ -247,7 +247,6 @@ class DeepSpeedEngine:
             self._write(name, "master" if name in self._trained else "fixed", value)
         for name, value in source.buffers().items():  # the 16-bit engine (and zero.Init) may have rounded them
             set_buffer(module.model, name, value.to(_device()))
-        self._module = module
         self._betas = optim.betas
         self._missed: dict[str, int] = {}  # steps that a weight had missed when it was loaded
         self._arrived: set[str] = set()  # weights with a gradient in this micro-batch

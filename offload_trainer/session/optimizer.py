@@ -107,11 +107,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
 
 
-def with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters that are not offloaded and have a gradient, each once. UserError for a sparse one."""
-    found = [p for p in dict.fromkeys(parameters) if not isinstance(p, OffloadedParameter) and p.grad is not None]
-    for p in found:
-        if p.grad is not None and p.grad.layout is not torch.strided:
+def with_gradient(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+    """Return the gradients, where there are any, of parameters that are not offloaded. UserError for a sparse one."""
+    found = {p: p.grad for p in parameters if not isinstance(p, OffloadedParameter) and p.grad is not None}
+    for p, gradient in found.items():
+        if gradient.layout is not torch.strided:
             raise UserError(f"a parameter of shape {tuple(p.shape)} got a sparse gradient: make it with sparse=False")
     return found
 
@@ -137,14 +137,13 @@ def norm_of_all(parameters: Iterable[nn.Parameter], offloaded: Mapping[str, torc
 def update_residents(groups: Groups, state: State, *, scale: float) -> None:
     """Update the resident parameters in place by AdamW, whose `state` this is, with gradients times `scale`."""
     for group in groups:
-        parameters = with_gradient(group["params"])
-        for parameter in parameters:
-            assert parameter.grad is not None
-            parameter.grad.mul_(scale)
-        if parameters:
+        gradients = with_gradient(group["params"])
+        for gradient in gradients.values():
+            gradient.mul_(scale)
+        if gradients:
             hyper = adamw_of(group)
             adamw = torch.optim.AdamW(
-                parameters, lr=hyper.lr, betas=hyper.betas, eps=hyper.eps, weight_decay=hyper.decay, fused=True
+                list(gradients), lr=hyper.lr, betas=hyper.betas, eps=hyper.eps, weight_decay=hyper.decay, fused=True
             )
             adamw.state = state  # type: ignore[assignment]  # continue with the existing state
             adamw.step()

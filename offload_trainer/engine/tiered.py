@@ -3,6 +3,7 @@
 The offloading itself is in `offloading/`; `plan/` decides the placement and the sizes of buffers.
 """
 
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -199,7 +200,7 @@ class TieredEngine:
         """Clip and update; return the gradient norm, or None without a change if it is not finite."""
         scale = self.offloaded.loss_scale
         norm = self.offloaded.norm() / scale.value
-        finite = norm == norm and norm not in (float("inf"), float("-inf"))
+        finite = math.isfinite(norm)
         factor = clip_factor(norm, limit=self._optim.max_grad_norm) if finite else 0.0
         self._updating = True  # cleared by the next step or evaluation, when the caller knows that this step is done
         if finite:

@@ -161,8 +161,8 @@ def _zero(
     return zero
 
 
-def start_processes() -> tuple[int, int]:
-    """Set up torch.distributed with a store private to this run, and DeepSpeed on top; return (rank, world)."""
+def start_processes() -> int:
+    """Set up torch.distributed with a store private to this run, and DeepSpeed on top; return the number of ranks."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     with importing("deepspeed", feature="--engine deepspeed"):
         import deepspeed
@@ -175,7 +175,7 @@ def start_processes() -> tuple[int, int]:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         join_torch(backend)
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-    return deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+    return deepspeed.comm.get_world_size()
 
 
 class DeepSpeedEngine:

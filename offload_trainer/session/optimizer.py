@@ -32,7 +32,6 @@ from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader
 if TYPE_CHECKING:
     from offload_trainer.session.session import Session
 
-Groups = Sequence[Mapping[str, Any]]  # an optimizer's param_groups
 State = MutableMapping[torch.Tensor, dict[str, torch.Tensor]]  # an optimizer's state: parameter -> kind -> tensor
 WEIGHT = "weight"
 _SAVES = "session.save(directory, scheduler, ...) saves it all, session.resume(directory, scheduler, ...) loads it"
@@ -134,7 +133,7 @@ def norm_of_all(parameters: Iterable[nn.Parameter], offloaded: Mapping[str, torc
 
 
 @torch.no_grad()
-def update_residents(groups: Groups, state: State, *, scale: float) -> None:
+def update_residents(groups: Sequence[Mapping[str, Any]], state: State, *, scale: float) -> None:
     """Update the resident parameters in place by AdamW, whose `state` this is, with gradients times `scale`."""
     for group in groups:
         gradients = with_gradient(group["params"])

@@ -64,8 +64,7 @@ def load(
     **keys: Unpack[SessionKeys],
 ) -> PreTrainedModel:
     """Load a model as `offload_trainer.load` does and return it, ready for a Trainer with `Offloaded`."""
-    model: PreTrainedModel = attach(load_session(name, say=say, image_patches=image_patches, **keys))
-    return model
+    return attach(load_session(name, say=say, image_patches=image_patches, **keys))
 
 
 def attach(session: Session) -> Any:

@@ -28,6 +28,7 @@ OPTIONAL = {
     "wandb": "0.22",
     "trackio": "0.41",
 }
+_BOUNDS = REQUIRED | OPTIONAL
 
 
 def is_installed(module: str) -> bool:
@@ -46,14 +47,13 @@ def version_of(package: str) -> str | None:
 
 def too_old(package: str) -> str | None:
     """Return the installed version if it is below the bound; None if it is not, or if the package has no metadata."""
-    found, bound = version_of(package), (REQUIRED | OPTIONAL)[package]
+    found, bound = version_of(package), _BOUNDS[package]
     return found if found and _numbers(found) < _numbers(bound) else None
 
 
 def to_install(*packages: str) -> str:
     """Return the pip command that installs the packages, with their bounds."""
-    bounds = REQUIRED | OPTIONAL
-    return "pip install " + " ".join(f"'{name}>={bounds[name]}'" if name in bounds else name for name in packages)
+    return "pip install " + " ".join(f"'{name}>={_BOUNDS[name]}'" if name in _BOUNDS else name for name in packages)
 
 
 def lacks(feature: str, package: str) -> str:
@@ -68,7 +68,7 @@ def explain_import(error: ImportError) -> str | None:
     package = "PyYAML" if module == "yaml" else module
     if module in ("", "offload_trainer"):
         return None
-    if old := too_old(package) if package in REQUIRED | OPTIONAL else None:
+    if old := too_old(package) if package in _BOUNDS else None:
         return f"{package} {old} is too old: {to_install(package)}"
     if isinstance(error, ModuleNotFoundError) and not is_installed(module):
         return f"the package {package} is not installed: {to_install(package)}"

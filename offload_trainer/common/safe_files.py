@@ -28,14 +28,8 @@ _MOST_YAML = 1 << 20  # bytes, enough for a configuration that names 10,000 file
 
 @dataclass_transform(frozen_default=True)
 def exact_record(kind: type[Kind]) -> type[Kind]:
-    """Make a class a frozen dataclass, which pydantic reads; an unknown key is an error."""
+    """Make a class a frozen dataclass, which pydantic reads; an unknown key is an error. In others it is ignored."""
     return with_config(ConfigDict(extra="forbid"))(dataclass(frozen=True)(kind))
-
-
-@dataclass_transform(frozen_default=True)
-def lenient_record(kind: type[Kind]) -> type[Kind]:
-    """Make a class a frozen dataclass, which pydantic reads; unknown keys are ignored."""
-    return with_config(ConfigDict(extra="ignore"))(dataclass(frozen=True)(kind))
 
 
 def _printable(text: str) -> str:

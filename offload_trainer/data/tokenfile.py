@@ -149,7 +149,7 @@ class TokenFile:
         return max(int((self.read(i, min(_SCAN_TOKENS, self.tokens - i)) & bits).max()) for i in starts)
 
 
-@safe_files.lenient_record
+@dataclass(frozen=True)
 class _Sidecar:
     dtype: Literal["uint16", "uint32"]
     tokens: Annotated[safe_files.Count, Field(gt=0)]

@@ -161,8 +161,8 @@ def _zero(
     return zero
 
 
-def start_processes() -> tuple[int, int]:
-    """Set up torch.distributed with a store private to this run, and DeepSpeed on top; return (rank, world)."""
+def start_processes() -> int:
+    """Set up torch.distributed with a store private to this run, and DeepSpeed on top; return the number of ranks."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     with importing("deepspeed", feature="--engine deepspeed"):
         import deepspeed
@@ -175,7 +175,7 @@ def start_processes() -> tuple[int, int]:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         join_torch(backend)
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-    return deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+    return deepspeed.comm.get_world_size()
 
 
 class DeepSpeedEngine:
@@ -246,7 +246,6 @@ class DeepSpeedEngine:
             # After initialize, because DeepSpeed would create masters from the rounded weights.
             self._write(name, "master" if name in self._trained else "fixed", value)
         set_buffers(module.model, source.buffers(), _device())  # the 16-bit engine, or zero.Init, may have rounded them
-        self._module = module
         self._betas = optim.betas
         self._missed: dict[str, int] = {}  # steps that a weight had missed when it was loaded
         self._arrived: set[str] = set()  # weights with a gradient in this micro-batch
@@ -278,12 +277,11 @@ class DeepSpeedEngine:
                 self._refuse_without_gradient()
             with clock.phase("update"):
                 self._engine.step()  # updates only after the last micro-batch
-        skipped = self._engine.skipped_steps > skipped_before
-        norm = None if skipped else float(self._engine.get_global_grad_norm())
+        norm = float(self._engine.get_global_grad_norm()) if self._engine.skipped_steps == skipped_before else None
         mean = torch.stack(losses).mean()
         if self._world > 1:
             deepspeed.comm.all_reduce(mean)
-        return StepResult(loss=float(mean / self._world), grad_norm=norm, loss_scale=scale, skipped=skipped)
+        return StepResult(loss=float(mean / self._world), grad_norm=norm, loss_scale=scale)
 
     def _refuse_without_gradient(self) -> None:
         """Raise TrainerError if a weight has no gradient in this micro-batch, before anything changes.
@@ -326,7 +324,7 @@ class DeepSpeedEngine:
         of_weights = {name: steps - missed for name, missed in self._missed.items()}
         state = EngineState(optimizer_steps=steps, weight_steps=of_weights, loss_scale=scale)
         self._link_moments()
-        return BlockingSnapshot(state, self._trained, self._fixed, self._dtype, self._read, writes=self._rank == 0)
+        return BlockingSnapshot(state, self._trained, self._fixed, self._dtype, self._read)
 
     def load(self, directory: Path) -> None:
         state = read_engine_state(directory, rule=ADAMW)

@@ -3,6 +3,7 @@
 The offloading itself is in `offloading/`; `plan/` decides the placement and the sizes of buffers.
 """
 
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,7 +70,6 @@ class TieredEngine:
     ) -> None:
         """Build the model and allocate its state. All ranks call it. Without `load_weights` a checkpoint is loaded."""
         self._optim = optim
-        self._dtype = DTYPES[work.dtype]
         with ExitStack() as stack:
             parts = open_parts(work, placement, sizes, drives, stack=stack, say=say)
             self._torch_device, self._overlaps, self._hidden = parts.device.torch_device, parts.sizes.overlap, 0.0
@@ -78,8 +78,8 @@ class TieredEngine:
             self._pipeline, self._computes_loss = work.pipeline, work.owners[-1]  # ranks of each, and one of them
             self.rank, self.world = self._node.rank // self._pipeline, self._node.world // self._pipeline
             context = parameters_without_memory()
-            self._module = source.build(dtype=self._dtype, context=context, checkpointed=work.checkpointed)
-            parameters = without_values(self._module.model, dtype=self._dtype, device=self._torch_device, separate=True)
+            self._module = source.build(dtype=parts.dtype, context=context, checkpointed=work.checkpointed)
+            parameters = without_values(self._module.model, dtype=parts.dtype, device=self._torch_device, separate=True)
             self._module.to(self._torch_device)
             set_buffers(self._module.model, source.buffers(), self._torch_device)
             self.offloaded = OffloadedModel(self._module.model, parameters, parts, seed=source.seed)
@@ -101,7 +101,7 @@ class TieredEngine:
                 self._breadth_first = BreadthFirst(self._module, saving=self._in_thread, cuts=cuts, in_order=in_order)
             self._cuts = cuts
             if load_weights:
-                self.offloaded.put((name, as_parameter(w, self._dtype), w) for name, w in source.weights())
+                self.offloaded.put((name, as_parameter(w, parts.dtype), w) for name, w in source.weights())
             self._open = stack.pop_all()
         self._updating = False  # the state is partly that of the next step
         self._decayed, self._plain = decay_groups(source.shape.weights)
@@ -129,7 +129,6 @@ class TieredEngine:
             loss=float(mean),
             grad_norm=norm,
             loss_scale=scale,
-            skipped=norm is None,
             hidden=self._hidden - before if self._overlaps else 0.0,
             update_running=self._overlaps,
         )
@@ -200,7 +199,7 @@ class TieredEngine:
         """Clip and update; return the gradient norm, or None without a change if it is not finite."""
         scale = self.offloaded.loss_scale
         norm = self.offloaded.norm() / scale.value
-        finite = norm == norm and norm not in (float("inf"), float("-inf"))
+        finite = math.isfinite(norm)
         factor = clip_factor(norm, limit=self._optim.max_grad_norm) if finite else 0.0
         self._updating = True  # cleared by the next step or evaluation, when the caller knows that this step is done
         if finite:

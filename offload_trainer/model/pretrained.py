@@ -21,15 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, dot_natural_key, rename_source_key
 
 from offload_trainer.common.errors import UserError
-from offload_trainer.common.safe_files import (
-    FileName,
-    is_there,
-    lenient_record,
-    one_line,
-    quoted,
-    read_back,
-    refuse_pipes,
-)
+from offload_trainer.common.safe_files import FileName, is_there, one_line, quoted, read_back, refuse_pipes
 from offload_trainer.model.init_weights import NamedTensor, first_names, meta_model, tied_names
 from offload_trainer.storage.tensorfile import TensorFileReader, describe_invalid_values
 
@@ -177,7 +169,7 @@ def _group(
     return Group(sources, convert)
 
 
-@lenient_record
+@dataclass(frozen=True)
 class ShardIndex:
     """The content of a model.safetensors.index.json."""
 

@@ -145,7 +145,6 @@ class BlockingSnapshot:
     fixed: Mapping[str, tuple[int, ...]]
     dtype: torch.dtype  # dtype of the frozen weights
     read: Callable[..., torch.Tensor]  # (name, kind) -> a master, a moment or a frozen weight ("fixed")
-    writes: bool = True  # this rank writes the files
     concurrent: bool = False
 
     def write(self, directory: Path, group: Group = ALONE) -> dict[str, StoredFile]:
@@ -154,8 +153,8 @@ class BlockingSnapshot:
             shapes, dtype = (self.fixed, self.dtype) if kind == "fixed" else (self.trained, torch.float32)
             entries = [TensorEntry(name, dtype, shape) for name, shape in shapes.items()]
             path, read = directory / f"{kind}.safetensors", partial(self.read, kind=kind)
-            written |= write_file(path, entries, read, writes=self.writes)
-        if self.writes:
+            written |= write_file(path, entries, read, writes=group.rank == 0)
+        if group.rank == 0:
             write_engine_state(directory, self.state)
         return written
 

@@ -99,7 +99,7 @@ def build_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engi
     from offload_trainer.engine.deepspeed import DeepSpeedEngine, deepspeed_config, start_processes
 
     assert isinstance(sizes, ZeroSizes)
-    _, world = start_processes()
+    world = start_processes()
     words = deepspeed_config(
         replace(plan.work, world=world),
         config.optim,

@@ -21,7 +21,7 @@ import torch
 
 from offload_trainer import __version__
 from offload_trainer.common.errors import LOST, RERUN_HINT, TrainerError, UserError, reason
-from offload_trainer.common.safe_files import Count, Steps, exact_record, is_there, lenient_record, quoted, read_back
+from offload_trainer.common.safe_files import Count, Steps, exact_record, is_there, quoted, read_back
 from offload_trainer.common.units import format_bytes, format_seconds
 from offload_trainer.config import OptimSection
 from offload_trainer.engine.protocol import Engine, Snapshot
@@ -285,7 +285,7 @@ def reading(checkpoint: Path) -> Iterator[None]:
         yield
 
 
-@lenient_record
+@dataclass(frozen=True)
 class RunConfiguration:
     """The part of run.json that a resume and a model card read."""
 

@@ -17,7 +17,7 @@ from shlex import quote
 from typing import Any
 
 from offload_trainer.common.errors import RERUN_HINT, TrainerError, UserError
-from offload_trainer.common.safe_files import Count, as_kind, lenient_record, quoted, read_back
+from offload_trainer.common.safe_files import Count, as_kind, quoted, read_back
 from offload_trainer.config import SaveSection
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.engine.tiered import TieredEngine
@@ -53,7 +53,7 @@ from offload_trainer.storage.owned_dirs import ScratchDirectory, reason
 from offload_trainer.storage.retention import complete_checkpoints, find_resume, remove_leftovers, step_of
 
 
-@lenient_record
+@dataclass(frozen=True)
 class _Made:
     """Content of run.json next to the page files: the metadata compared at resume."""
 

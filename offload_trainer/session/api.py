@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from offload_trainer.common.errors import UserError
 from offload_trainer.config import Home, RuleName, TrainConfig
-from offload_trainer.engine.tiered import open_parts
+from offload_trainer.engine.tiered import Say, open_parts
 from offload_trainer.model.images import class_names
 from offload_trainer.model.init_weights import meta_model, parameters_without_memory, set_buffers, without_values
 from offload_trainer.model.loader import resolve_model, save_model_config, write_config
@@ -161,9 +161,6 @@ def _keyword(found: re.Match[str]) -> str:
     if leaf == "nvme":
         return f'nvme=["{value}"]'
     return f"{leaf}={value}" if re.fullmatch(r"[\d.]+", value) else f'{leaf}="{value}"'
-
-
-Say = Callable[[str], None]
 
 
 def load(

@@ -32,7 +32,6 @@ from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader
 if TYPE_CHECKING:
     from offload_trainer.session.session import Session
 
-Groups = Sequence[Mapping[str, Any]]  # an optimizer's param_groups
 State = MutableMapping[torch.Tensor, dict[str, torch.Tensor]]  # an optimizer's state: parameter -> kind -> tensor
 WEIGHT = "weight"
 _SAVES = "session.save(directory, scheduler, ...) saves it all, session.resume(directory, scheduler, ...) loads it"
@@ -107,11 +106,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
 
 
-def with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters that are not offloaded and have a gradient, each once. UserError for a sparse one."""
-    found = [p for p in dict.fromkeys(parameters) if not isinstance(p, OffloadedParameter) and p.grad is not None]
-    for p in found:
-        if p.grad is not None and p.grad.layout is not torch.strided:
+def with_gradient(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+    """Return the gradients, where there are any, of parameters that are not offloaded. UserError for a sparse one."""
+    found = {p: p.grad for p in parameters if not isinstance(p, OffloadedParameter) and p.grad is not None}
+    for p, gradient in found.items():
+        if gradient.layout is not torch.strided:
             raise UserError(f"a parameter of shape {tuple(p.shape)} got a sparse gradient: make it with sparse=False")
     return found
 
@@ -134,17 +133,16 @@ def norm_of_all(parameters: Iterable[nn.Parameter], offloaded: Mapping[str, torc
 
 
 @torch.no_grad()
-def update_residents(groups: Groups, state: State, *, scale: float) -> None:
+def update_residents(groups: Sequence[Mapping[str, Any]], state: State, *, scale: float) -> None:
     """Update the resident parameters in place by AdamW, whose `state` this is, with gradients times `scale`."""
     for group in groups:
-        parameters = with_gradient(group["params"])
-        for parameter in parameters:
-            assert parameter.grad is not None
-            parameter.grad.mul_(scale)
-        if parameters:
+        gradients = with_gradient(group["params"])
+        for gradient in gradients.values():
+            gradient.mul_(scale)
+        if gradients:
             hyper = adamw_of(group)
             adamw = torch.optim.AdamW(
-                parameters, lr=hyper.lr, betas=hyper.betas, eps=hyper.eps, weight_decay=hyper.decay, fused=True
+                list(gradients), lr=hyper.lr, betas=hyper.betas, eps=hyper.eps, weight_decay=hyper.decay, fused=True
             )
             adamw.state = state  # type: ignore[assignment]  # continue with the existing state
             adamw.step()

@@ -12,7 +12,7 @@ import json
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from offload_trainer.common.errors import TrainerError, UserError, reason
-from offload_trainer.common.safe_files import MOST_BYTES, Crc32, is_there, lenient_record, read_back
+from offload_trainer.common.safe_files import MOST_BYTES, Crc32, is_there, read_back
 from offload_trainer.model.loader import BUFFERS
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.weights.parameter import OffloadedParameter, forget_writes, refuse_written
@@ -47,7 +47,7 @@ _FIX = "Resume from another save"
 _COMPARED = 1024  # elements of each frozen weight in the checksum that identifies a base model
 
 
-@lenient_record
+@dataclass(frozen=True)
 class _SessionState:
     """Content of session.json."""
 

@@ -236,9 +236,8 @@ class Session:
         self._refuse_later_gradients()
         clip, self._clip, self._norm = self._clip, 1.0, None
         self._offloaded.scale_gradients(clip)
-        for parameter in optimizer.with_gradient(self._parameters()):
-            assert parameter.grad is not None
-            parameter.grad.mul_(clip)
+        for gradient in optimizer.with_gradient(self._parameters()).values():
+            gradient.mul_(clip)
 
     @torch.no_grad()
     def _norm_of_sums(self) -> float:
@@ -264,8 +263,8 @@ class Session:
 
     def _gradients_now(self) -> tuple[int, dict[torch.Tensor, int]]:
         """Return a value that stays equal only as long as no gradient arrives or is modified."""
-        gradients = [parameter.grad for parameter in optimizer.with_gradient(self._parameters())]
-        return self._offloaded.sum_changes, {one: one._version for one in gradients if one is not None}
+        gradients = optimizer.with_gradient(self._parameters()).values()
+        return self._offloaded.sum_changes, {gradient: gradient._version for gradient in gradients}
 
     def _parameters(self) -> list[nn.Parameter]:
         """Return the model's parameters, then all parameters of the optimizer's groups; some appear twice."""

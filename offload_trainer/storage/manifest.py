@@ -6,20 +6,12 @@ data and model shape.
 
 import stat
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from offload_trainer.common.errors import UserError
-from offload_trainer.common.safe_files import (
-    Count,
-    FileName,
-    Steps,
-    as_kind,
-    is_there,
-    lenient_record,
-    quoted,
-    read_back,
-)
+from offload_trainer.common.safe_files import Count, FileName, Steps, as_kind, is_there, quoted, read_back
 from offload_trainer.storage.atomic_io import StoredFile, crc32_of
 
 FORMAT = 3  # of checkpoints and page files
@@ -31,7 +23,7 @@ ENGINE = "engine.json"  # absent from a checkpoint of weights alone
 _NEEDED = {"state.json", "run.json", "master.safetensors"}
 
 
-@lenient_record
+@dataclass(frozen=True)
 class Manifest:
     """Content of a MANIFEST.json. The package versions in the file are informational and not read."""
 

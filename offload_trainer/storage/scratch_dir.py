@@ -99,9 +99,9 @@ def hold(folder: Path) -> int:
     return descriptor
 
 
-def wait_for_ranks(folder: Path, *, say: Say, patience: float = 60.0) -> None:
-    """Wait until no rank of the dead run uses its directory; raise TrainerError after `patience` seconds."""
-    with exclusive_lock(folder / _RANKS, say=say, patience=patience):
+def wait_for_ranks(folder: Path, *, say: Say) -> None:
+    """Wait until no rank of the dead run uses its directory; raise TrainerError after a minute."""
+    with exclusive_lock(folder / _RANKS, say=say):
         pass
 
 

@@ -15,20 +15,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from offload_trainer.common.errors import TrainerError, UserError, reason
 from offload_trainer.common.packages import lacks, version_of
-from offload_trainer.common.safe_files import Steps, lenient_record, one_line, open_given, parsed, read_back
+from offload_trainer.common.safe_files import Steps, one_line, open_given, parsed, read_back
 from offload_trainer.common.units import format_bytes, format_count, format_seconds
 from offload_trainer.storage.atomic_io import open_to_append, write_bytes, write_text
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 
 
-@lenient_record
+@dataclass(frozen=True)
 class _Stepped:
     step: Steps
 

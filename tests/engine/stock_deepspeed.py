@@ -41,7 +41,7 @@ def planned_bytes(folder: Path, *words: str, ranks: int) -> int:
 def build(folder: Path, words: list[str]) -> DeepSpeedEngine:
     config = load_config(["--model", str(folder / "model"), "--engine", "deepspeed", "--nvme", str(folder), *words])
     source = resolve_model(config.model, seed=0)
-    _, world = start_processes()
+    world = start_processes()
     machine = probe_machine(config.placement, output=str(folder))
     plan = make_plan(config, source.shape, machine, world=world)
     how = {"accelerator": "cpu", "swap_directory": str(folder / "swap")}

@@ -55,14 +55,14 @@ def leave_out_last_block(folder: Path, words: list[str], late: bool) -> str:
     stock = build(folder, words)
     assert_same(masters(stock), load_file(folder / "model/model.safetensors"))
     train(stock, batches(4), accumulate=2, lr=1e-3)
-    body, before = stock._module.model.model, masters(stock)
-    forward, blocks = stock._module.forward, iter([body.layers[:-1], body.layers])
+    body, before = stock._engine.module.model.model, masters(stock)
+    forward, blocks = stock._engine.module.forward, iter([body.layers[:-1], body.layers])
 
     def with_blocks(*args: torch.Tensor) -> torch.Tensor:
         body.layers = next(blocks)
         return forward(*args)
 
-    stock._module.forward = with_blocks
+    stock._engine.module.forward = with_blocks
     with pytest.raises(TrainerError) as refused:
         train(stock, batches(2), accumulate=2, lr=1e-3)
     assert_same(masters(stock), before)

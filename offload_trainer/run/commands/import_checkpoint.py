@@ -25,16 +25,7 @@ from pydantic import Field
 from torch import nn
 
 from offload_trainer.common.errors import TrainerError, UserError, reason
-from offload_trainer.common.safe_files import (
-    Steps,
-    as_kind,
-    is_there,
-    lenient_record,
-    open_file,
-    open_given,
-    quoted,
-    read_back,
-)
+from offload_trainer.common.safe_files import Steps, as_kind, is_there, open_file, open_given, quoted, read_back
 from offload_trainer.config import TrainConfig
 from offload_trainer.data.run_data import UNKNOWN_IDENTITY
 from offload_trainer.data.tokenizer import load_tokenizer, save_tokenizer
@@ -295,13 +286,13 @@ def _adam_settings(groups: Sequence[Mapping[str, Any]], *, told: str) -> tuple[f
     return rate, {"lr": float(used[0].get("initial_lr", rate)), **adam, "schedule_delay": 1}
 
 
-@lenient_record
+@dataclass(frozen=True)
 class _TrainerState:
     global_step: Steps
     max_steps: Steps = 0
 
 
-@lenient_record
+@dataclass(frozen=True)
 class _ScalerState:
     scale: Annotated[float, Field(gt=0, le=2.0**127)]  # the largest power of two in fp32
     good_steps: Annotated[int, Field(ge=0, alias="_growth_tracker")]  # steps without overflow since it last changed

@@ -40,13 +40,14 @@ def generate(
         config.pad_token_id = tokenizer.eos_token_id
     given = torch.tensor([ids])
     torch.manual_seed(seed)
-    found = model.generate(  # it records no graph
-        given,
-        attention_mask=torch.ones_like(given),
-        generation_config=config,
-        logits_processor=LogitsProcessorList([known]),
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if show else None,
-    )
+    with torch.no_grad():
+        found = model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            generation_config=config,
+            logits_processor=LogitsProcessorList([known]),
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if show else None,
+        )
     return found[0, len(ids) :].tolist()
 
 

@@ -442,6 +442,7 @@ class _SavedInput:
     number: int
     shape: torch.Size
     values: torch.Tensor
+    filled: Future
 
 
 class Activations:
@@ -514,10 +515,10 @@ class Activations:
         if self._buffers[number].numel() < size:
             self._buffers[number] = host_buffer(size, pinned=self._device.is_cuda)
         values = self._buffers[number][:size].view(tensor.dtype)
-        self._free[number] = self._device.keep(tensor.detach().view(-1), values)
-        kept = _SavedInput(self._forward, number, tensor.shape, values)
+        filled = self._free[number] = self._device.keep(tensor.detach().view(-1), values)
+        kept = _SavedInput(self._forward, number, tensor.shape, values, filled)
         self._kept.append(kept)
-        self._downloads.append(self._free[number])
+        self._downloads.append(filled)
         if len(self._downloads) > INPUTS_UNDER_WAY:
             self._downloads.popleft().wait()  # otherwise inputs in flight would fill the device's memory
         return kept
@@ -543,8 +544,8 @@ class Activations:
 
     def _fetch(self, kept: _SavedInput) -> tuple[torch.Tensor, DeviceCopy]:
         values, after = torch.empty_like(kept.values, device=self._device.torch_device), self._device.mark()
-        ready = self._free[kept.number]  # the input's copy to the host, or a copy back that followed it
-        arrival, self._free[kept.number] = self._device.copy_back(kept.values, values, after=after, ready=ready)
+        arrival, read = self._device.copy_back(kept.values, values, after=after, ready=kept.filled)
+        self._free[kept.number] = together([self._free[kept.number], read])
         return values, arrival
 
     def close(self) -> None:

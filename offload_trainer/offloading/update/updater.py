@@ -189,7 +189,7 @@ class PagePipeline:
             page.loaded.wait()
             self._free_slot(page)
 
-    def begin(self, *, after: Any, skip: Container[int]) -> None:
+    def begin(self, *, after: Any, skip: Container[int] = ()) -> None:
         """Stage all pages except `skip`; all gradients are complete after the event `after`."""
         with self._lock:
             self._after, self._offered_to, self._prefetching = after, None, False

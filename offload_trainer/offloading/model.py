@@ -550,8 +550,9 @@ class Activations:
 
     def close(self) -> None:
         """Wait for all copies, successful or not."""
-        with suppress(Exception):
-            together(self._free).wait()
+        for free in self._free:
+            with suppress(Exception):
+                free.wait()
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -238,7 +238,7 @@ def join() -> None:
     try:  # the file of our launcher, else torchrun's store
         if path := os.environ.get(STORE):
             # Held open: torch would wait 300 s for a file that is gone, and let no other thread run.
-            _store = dist.FileStore(f"/proc/self/fd/{os.open(path, os.O_RDWR)}", world)
+            _store = dist.FileStore(f"/proc/self/fd/{os.open(path, os.O_RDWR | os.O_CREAT, 0o600)}", world)
         else:
             given, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_JOINING)))
             # torchrun keeps its store when it restarts the ranks, so what earlier ranks have written is still in it.

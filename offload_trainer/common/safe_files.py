@@ -11,8 +11,9 @@ import os
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, BinaryIO, TypeVar, dataclass_transform
+from typing import Annotated, Any, TypeVar, dataclass_transform
 
 import yaml
 from pydantic import AfterValidator, ConfigDict, FailFast, Field, Strict, TypeAdapter, ValidationError, with_config
@@ -123,7 +124,7 @@ def open_regular(path: Path, flags: int, *, directory: int | None = None) -> int
     return descriptor
 
 
-def open_given(path: Path) -> BinaryIO:
+def open_given(path: Path) -> FileIO:
     """Open a file that the user named, unbuffered, following links. Raises UserError if it cannot be read."""
     try:
         return open(open_file(path, links=True), "rb", buffering=0)

@@ -163,7 +163,7 @@ def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], N
         settled = time.time_ns() - max(about[path][1:3]) > _SETTLED_NS and is_utf8(path)  # JSON has no other names
         try:
             with open_given(Path(path)) as file:
-                made = hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16))  # type: ignore[arg-type]
+                made = hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16))
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from error
         found[path] = made.hexdigest(), about[path] if settled else []

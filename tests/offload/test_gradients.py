@@ -441,7 +441,7 @@ def test_ranks_agree_on_a_unit_before_its_weights_are_sent() -> None:
     seen: list[Any] = []
     ways = {"side_connections": lambda: None, "exchange": lambda: seen.append}
     node = SimpleNamespace(world=2, rank=0, nodes=[range(2)], **ways)
-    homes = SimpleNamespace(pages=[Page(0, 0, 8, RAM)], of_rank=lambda *_: True)
+    homes = SimpleNamespace(pages=[Page(0, 0, 8, RAM)], cut=SimpleNamespace(owners=[0]))
     parts: Any = SimpleNamespace(homes=homes, node=node, device=CpuDevice(), units=[None])
     weights: Any = SimpleNamespace(broadcast_unit=lambda *_, **__: seen.append("weights"))
     progress = allocation._update_progress(parts, weights)

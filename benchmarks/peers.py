@@ -103,7 +103,7 @@ def engine_of(
                 norm = update(lr)
         if norm is not None:
             norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # FSDP2's norm is sharded
-        return StepResult(loss=float(torch.stack(losses).mean()), grad_norm=norm, loss_scale=1.0)
+        return StepResult(loss=float(torch.stack(losses).mean()), grad_norm=norm, loss_scale=1.0, skipped=False)
 
     return SimpleNamespace(train_step=train_step, close=close, rank=0, world=1)
 

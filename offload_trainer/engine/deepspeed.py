@@ -277,11 +277,12 @@ class DeepSpeedEngine:
                 self._refuse_without_gradient()
             with clock.phase("update"):
                 self._engine.step()  # updates only after the last micro-batch
-        norm = float(self._engine.get_global_grad_norm()) if self._engine.skipped_steps == skipped_before else None
+        skipped = self._engine.skipped_steps > skipped_before
+        norm = None if skipped else float(self._engine.get_global_grad_norm())
         mean = torch.stack(losses).mean()
         if self._world > 1:
             deepspeed.comm.all_reduce(mean)
-        return StepResult(loss=float(mean / self._world), grad_norm=norm, loss_scale=scale)
+        return StepResult(loss=float(mean / self._world), grad_norm=norm, loss_scale=scale, skipped=skipped)
 
     def _refuse_without_gradient(self) -> None:
         """Raise TrainerError if a weight has no gradient in this micro-batch, before anything changes.

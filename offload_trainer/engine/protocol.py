@@ -24,6 +24,7 @@ class StepResult:
     loss: float
     grad_norm: float | None
     loss_scale: float
+    skipped: bool
     hidden: float = 0.0  # seconds of the previous update that overlapped with this step
     update_running: bool = False  # the step's update may still be running
 

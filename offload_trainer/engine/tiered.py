@@ -129,6 +129,7 @@ class TieredEngine:
             loss=float(mean),
             grad_norm=norm,
             loss_scale=scale,
+            skipped=norm is None,
             hidden=self._hidden - before if self._overlaps else 0.0,
             update_running=self._overlaps,
         )

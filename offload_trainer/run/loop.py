@@ -206,13 +206,13 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
             phases=phases,
             nvme_read_bytes=drive.read_bytes,
             nvme_written_bytes=drive.written_bytes,
-            skipped=result.grad_norm is None,
+            skipped=result.skipped,
             hidden=result.hidden,
             **memory_of_step(job.swaps),
         )
         job.telemetry.step(record)
     job.to_save.save = job.checkpoints.seconds or job.to_save.save
-    if result.grad_norm is None:
+    if result.skipped:
         everybody().first(partial(_refuse_nonfinite, job, result, step=state.step))
     return state
 

@@ -68,7 +68,7 @@ class PlainEngine:
         with clock.phase("update"):
             norm = self._update(lr=lr)
         mean = float(torch.stack(losses).mean())
-        return StepResult(loss=mean, grad_norm=norm, loss_scale=scale)
+        return StepResult(loss=mean, grad_norm=norm, loss_scale=scale, skipped=norm is None)
 
     def _collect(self) -> None:
         """Add this micro-batch's gradients to the sums on the masters."""

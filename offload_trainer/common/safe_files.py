@@ -29,7 +29,7 @@ _MOST_YAML = 1 << 20  # bytes, enough for a configuration that names 10,000 file
 
 @dataclass_transform(frozen_default=True)
 def exact_record(kind: type[Kind]) -> type[Kind]:
-    """Make a class a frozen dataclass, which pydantic reads; an unknown key is an error. In others it is ignored."""
+    """Make a class a frozen dataclass, which pydantic reads; an unknown key is an error, and ignored in others."""
     return with_config(ConfigDict(extra="forbid"))(dataclass(frozen=True)(kind))
 
 

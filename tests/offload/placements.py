@@ -117,7 +117,10 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def moved_in_step(ours: Any, data: Sequence[Batch]) -> tuple[int, int]:
-    """Train a step; return the bytes read from drives and written, as the kernel counts them, which are the plan's."""
+    """Train a step; return the bytes read from drives and written, as the kernel counts them, which are the plan's.
+
+    The counts include page faults in libraries, of which there are none unless the page cache is dropped meanwhile.
+    """
 
     def settled() -> Any:
         """Return the counts once nothing is on its way: no step waits for its prefetches."""

@@ -278,7 +278,7 @@ def test_an_older_checkpoint_and_never_discard_page_files(drive: Path, tmp_path:
 
 @pytest.mark.slow
 def test_a_stop_without_room_keeps_the_page_files(drive: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
-    """So does a kill while the last weights are saved."""
+    """A kill while the last weights are saved keeps them too."""
     words, output = ["--nvme", drive, *ALL], tmp_path / "run"
     stopped = faulty("INT@step=3;EIO@room", *words, output=output)
     assert stopped.code == 128 + signal.SIGINT

@@ -30,7 +30,7 @@ class Turn:
     def __init__(self) -> None:
         self.destination = Future()  # the destination is known and may be overwritten
         self.begun = Future()
-        self.together: bool | None = None  # what the ranks have decided
+        self.together: bool | None = None  # the decision of the ranks, once it is made
 
     def run(self, work: Callable[[], object]) -> Future:
         """Declare that the destination is known, and run `work` once, on a thread, at this rank's turn."""
